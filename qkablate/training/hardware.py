@@ -10,7 +10,7 @@ import shutil
 import sys
 import sysconfig
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -220,14 +220,17 @@ def measure_peak_flops(config: Config, size: int | None = None) -> float:
         torch.ones(size, size, dtype=DTYPES[config.precision], device=config.device)
         for _ in range(2)
     )
-    times = []
-    for _ in range(5):
-        synchronize(config.device)
-        began = time.perf_counter()
-        matmul.linear(a, b)
-        synchronize(config.device)
-        times.append(time.perf_counter() - began)
-    return 2 * size**3 / min(times)
+    seconds = min(time_action(lambda: matmul.linear(a, b), config.device) for _ in range(5))
+    return 2 * size**3 / seconds
+
+
+def time_action(action: Callable[[], object], device: str) -> float:
+    """Return the seconds that an action takes on a device."""
+    synchronize(device)
+    began = time.perf_counter()
+    action()
+    synchronize(device)
+    return time.perf_counter() - began
 
 
 def synchronize(device: str) -> None:

@@ -11,11 +11,12 @@ import torch
 from qkablate.data.batches import DOCUMENT
 from qkablate.models.base import Model
 from qkablate.runs import predictions
+from qkablate.runs.document_losses import DocumentLossesHeader, write_document_losses
 from qkablate.training import hardware
 from qkablate.training.checkpoint import Checkpoint, TrainProgress
 from qkablate.training.distributed.ranks import SINGLE_PROCESS, Ranks
-from qkablate.training.recorders.diagnostics import DiagnosticsRecorder
-from qkablate.training.recorders.evaluation import evaluate_split
+from qkablate.training.recorders.diagnostics import DiagnosticsRecorder, record_attention
+from qkablate.training.recorders.evaluation import PredictionRecorder, evaluate_split
 from qkablate.training.resolve import RunPlan
 from qkablate.training.step import TrainStep
 
@@ -52,16 +53,17 @@ class Trainer:
         sinks: Iterable[Sink] = (),
         save: Callable[[Checkpoint], None] = lambda _: None,
         stop: Callable[[], bool] = lambda: False,
+        write: Callable[..., None] = lambda *_: None,
         began: float | None = None,
         ranks: Ranks = SINGLE_PROCESS,
-        record_predictions: Callable[[Model, int], None] = lambda *_: None,
-        record_attention: Callable[[Model, int], None] = lambda *_: None,
-        record_documents: Callable[[list[float], list[int]], None] = lambda *_: None,
     ) -> None:
+        """Prepare to train.
+
+        `write` calls a function with the run's folder and the content that it writes there.
+        """
         self.plan, self.config, self.model, self.ranks = plan, plan.config, model, ranks
-        self.sinks, self.save, self.stop = list(sinks), save, stop
-        self.record_predictions, self.record_attention = record_predictions, record_attention
-        self.record_documents = record_documents
+        self.sinks, self.save, self.stop, self.write = list(sinks), save, stop, write
+        self.record_predictions = PredictionRecorder(plan, write)
         self.progress = TrainProgress() if resumed is None else resumed.progress
         self._saved = -1 if resumed is None else resumed.progress.step
         self.train_step = TrainStep(plan, model, resumed, ranks)
@@ -135,9 +137,9 @@ class Trainer:
         """Record diagnostics on the first rank, which has the same weights as the others."""
         self._check_finite()
         if self.ranks.is_first:
-            self._log({"diagnostics": self.diagnostics.row()})
+            self._log({"diagnostics": self.diagnostics.panel.row()})
             if last:
-                self.record_attention(self.model, self.progress.step)
+                record_attention(self.plan, self.write, self.model, self.progress.step)
         self.progress.diagnosed = self.progress.step
 
     def evaluate(self, split: str) -> dict[str, float]:
@@ -145,7 +147,9 @@ class Trainer:
         totals = evaluate_split(self.plan, self.train_step, split, self._check_stop)
         if self.ranks.is_first and (documents := totals.slices.get(DOCUMENT)):
             sums = [documents[index] for index in sorted(documents)]
-            self.record_documents([s.loss for s in sums], [s.count for s in sums])
+            header = DocumentLossesHeader(self.plan.run.id, self.plan.data.fingerprint)
+            losses, counts = [s.loss for s in sums], [s.count for s in sums]
+            self.write(write_document_losses, header, losses, counts)
         return self.plan.data.metrics(split, totals)
 
     def checkpoint(self) -> None:
@@ -153,9 +157,7 @@ class Trainer:
         if self._saved == self.progress.step:
             return
         self._check_finite()
-        now = time.perf_counter()
-        self.progress.seconds += now - self._began
-        self._began = now
+        self.progress.seconds, self._began = self.seconds(), time.perf_counter()
         self.save(self.train_step.checkpoint(self.progress))
         self._saved = self.progress.step
 

@@ -7,21 +7,18 @@ import time
 from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import dataclass
-from functools import partial
 from typing import Any
 
 from qkablate.errors import UserError
 from qkablate.models.base import Model
-from qkablate.runs import attention_map, document_losses, predictions, text_references
-from qkablate.runs.document_losses import DocumentLossesHeader
+from qkablate.runs import text_references
 from qkablate.runs.lease import Lease, LeaseLost, LeaseObserver
 from qkablate.runs.run import EXIT_CODES, Run
 from qkablate.tracking import MetricsFile, Terminal, WandbRun
 from qkablate.training import checkpoint, environment, hardware, result
+from qkablate.training.distributed.broadcast import broadcast
 from qkablate.training.distributed.ranks import SINGLE_PROCESS, Ranks
 from qkablate.training.loop import Diverged, Interrupted, Trainer
-from qkablate.training.recorders.diagnostics import record_attention
-from qkablate.training.recorders.predictions import PredictionRecorder
 from qkablate.training.resolve import RunPlan, plan_run
 from qkablate.training.signals import Signals, Stopped
 from qkablate.training.warm_start.start import load_or_project
@@ -95,9 +92,8 @@ def _train_session(
     began = time.perf_counter()
     run = plan.run
     plan, notes = environment.restore_environment(plan, ranks.count)
-    start = None
-    if not checkpoint.find_checkpoints(run.checkpoints):
-        start = _load_start(plan)  # raises UserError before anything is written
+    # Raises UserError before anything is written.
+    start = None if checkpoint.find_checkpoints(run.checkpoints) else _load_start(plan)
     environment.write(plan, ranks.count)
     _send_job(ranks, plan)
     notes += _remove_failure(run)
@@ -123,9 +119,6 @@ def _train_session(
             wandb_run = WandbRun(plan.config.tracking, identity, run.folder, config, terminal.note)
             stack.callback(_close_wandb, wandb_run, plan, content)
             writer = _RunWriter(lease, run, metrics)
-            save_predictions = partial(writer.write, predictions.write_predictions)
-            save_attention = partial(writer.write, attention_map.write_attention_map)
-            documents_header = DocumentLossesHeader(run.id, plan.data.fingerprint)
 
             def stop() -> bool:
                 lease.check()
@@ -139,13 +132,9 @@ def _train_session(
                 sinks=(writer, metrics, terminal, wandb_run),
                 save=writer.save,
                 stop=stop,
+                write=writer.write,
                 began=began,
                 ranks=ranks,
-                record_predictions=PredictionRecorder(plan, save_predictions),
-                record_attention=partial(record_attention, plan, save_attention),
-                record_documents=partial(
-                    writer.write, document_losses.write_document_losses, documents_header
-                ),
             )
             content |= _train(plan, trainer)
         except Interrupted:
@@ -207,7 +196,7 @@ def follow(ranks: Ranks) -> int:
 
     Raises Stopped as `train_run` does.
     """
-    job = ranks.receive_job()
+    job = ranks.exchange_job()
     if isinstance(job, int):
         return job
     config, id = ranks.resolve(job[0]), job[1]
@@ -232,7 +221,6 @@ def follow(ranks: Ranks) -> int:
                 resumed,
                 stop=lambda: ranks.agree_to_stop(signals),
                 ranks=ranks,
-                record_predictions=PredictionRecorder(plan, lambda *_: None),
             )
             return EXIT_CODES[_train(plan, trainer)["status"]]
         except Interrupted:
@@ -243,8 +231,10 @@ def _broadcast(
     ranks: Ranks, resumed: checkpoint.Checkpoint | None, device: str
 ) -> checkpoint.Checkpoint | None:
     """Return the checkpoint that rank 0 has read."""
+    if ranks.count == 1:
+        return resumed
     parts = resumed and (resumed.progress, resumed.weights, resumed.state)
-    parts = ranks.broadcast(parts, device)
+    parts = broadcast(parts, device, ranks.is_first)
     return parts and checkpoint.Checkpoint(*parts)
 
 

@@ -7,7 +7,6 @@ import copy
 import functools
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import torch
@@ -23,7 +22,6 @@ from qkablate.models.base import AttentionLayer, Model
 from qkablate.randomness import named_generator
 from qkablate.runs import attention_map
 from qkablate.runs.attention_map import AttentionMapHeader
-from qkablate.runs.records import read_config
 from qkablate.training import checkpoint, hardware
 from qkablate.training.distributed.ranks import Ranks
 from qkablate.training.resolve import RunPlan
@@ -46,12 +44,9 @@ class DiagnosticsRecorder:
         is_last = step == self._plan.config.train.steps
         return self._enabled and every > 0 and (step % every == 0 or is_last)
 
-    def row(self) -> dict[str, dict[str, list[Any]]]:
-        """Return the diagnostics of the model as it is now."""
-        return self._panel.row()
-
     @functools.cached_property
-    def _panel(self) -> DiagnosticPanel:
+    def panel(self) -> DiagnosticPanel:
+        """Measures of the model as it is now."""
         config = self._plan.config
         return DiagnosticPanel(
             self._model,
@@ -61,13 +56,8 @@ class DiagnosticsRecorder:
         )
 
 
-def record_attention(
-    plan: RunPlan,
-    save: Callable[[AttentionMapHeader, np.ndarray, np.ndarray], None],
-    model: Model,
-    step: int,
-) -> None:
-    """Save the attention of a model on one text after `step` steps; draws no random numbers."""
+def record_attention(plan: RunPlan, write: Callable[..., None], model: Model, step: int) -> None:
+    """Write the attention of a model on one text after `step` steps; draws no random numbers."""
     config, shape = plan.config, plan.config.model
     length = attention_map.token_count(shape.layers, shape.heads, shape.context)
     if not length:
@@ -83,7 +73,8 @@ def record_attention(
         model.train(training)
     if np.isfinite(a_LHTT).all():  # otherwise the loop will report divergence
         header = AttentionMapHeader(plan.run.id, step, plan.data.fingerprint)
-        save(header, tokens_T.numpy(), attention_map.quantize(a_LHTT))
+        a_LHTT = attention_map.quantize(a_LHTT)
+        write(attention_map.write_attention_map, header, tokens_T.numpy(), a_LHTT)
 
 
 def validation_tokens(data: Data, context: int) -> Tensor:
@@ -105,7 +96,7 @@ def initial_layers(model: Model, config: Config, folder: Path) -> Iterator[Atten
         return
     for path in checkpoint.find_checkpoints(folder):
         try:
-            weights = checkpoint.load_weights(path, "cpu").weights
+            weights = checkpoint.load_weights(path).weights
             layers = [_with_weights(layer, weights) for layer in model.attention_layers()]
         except (OSError, ValueError, TypeError, KeyError, RuntimeError):
             continue
@@ -130,7 +121,7 @@ def choose_tokens(restored: RestoredRun, cache: str) -> tuple[Tensor, str]:
     the cache; otherwise the tokens are random.
     """
     context = restored.config.model.context
-    fingerprint = str(read_config(restored.folder)["identity"].get("data_fingerprint"))
+    fingerprint = str(restored.identity.get("data_fingerprint"))
     folder = corpus.cache_dir(DataConfig(cache=cache))
     data: Data | None = corpus.find_corpus(fingerprint, folder) or _find_task(
         restored.config, fingerprint

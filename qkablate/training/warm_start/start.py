@@ -148,7 +148,7 @@ def load_or_project(run: Run, config: Config, data: Data, model: Model) -> check
     """
     for path in checkpoint.find_checkpoints(run.start):
         try:
-            weights = checkpoint.load_weights(path, "cpu")
+            weights = checkpoint.load_weights(path)
         except (OSError, ValueError, TypeError) as error:
             print_stderr(f"qkablate: {path} is damaged ({error}): not used")
             continue

@@ -11,7 +11,7 @@ from torch.nn import functional as F
 from qkablate.data import IGNORE
 from qkablate.data.batches import Batch, evenly_spaced, spread_windows
 from qkablate.runs import predictions
-from qkablate.training.recorders.predictions import find_answer_positions
+from qkablate.training.recorders.evaluation import find_answer_positions
 from qkablate.training.warm_start import restore
 from tests.training.helpers import run_folder, wait_for
 
