@@ -4,18 +4,20 @@ import math
 import time
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
+from functools import cached_property
 from typing import Any, Protocol
 
 import torch
 
 from qkablate.data.batches import DOCUMENT
+from qkablate.diagnostics import DiagnosticPanel
 from qkablate.models.base import Model
 from qkablate.runs import predictions
 from qkablate.runs.document_losses import DocumentLossesHeader, write_document_losses
 from qkablate.training import hardware
 from qkablate.training.checkpoint import Checkpoint, TrainProgress
 from qkablate.training.distributed.ranks import SINGLE_PROCESS, Ranks
-from qkablate.training.recorders.diagnostics import DiagnosticsRecorder, record_attention
+from qkablate.training.recorders.diagnostics import make_panel, record_attention
 from qkablate.training.recorders.evaluation import PredictionRecorder, evaluate_split
 from qkablate.training.resolve import RunPlan
 from qkablate.training.step import TrainStep
@@ -53,28 +55,27 @@ class Trainer:
         sinks: Iterable[Sink] = (),
         save: Callable[[Checkpoint], None] = lambda _: None,
         stop: Callable[[], bool] = lambda: False,
-        write: Callable[..., None] = lambda *_: None,
+        write: Callable[..., None] = lambda *_: None,  # calls a function with the run's folder
         began: float | None = None,
         ranks: Ranks = SINGLE_PROCESS,
     ) -> None:
-        """Prepare to train.
-
-        `write` calls a function with the run's folder and the content that it writes there.
-        """
         self.plan, self.config, self.model, self.ranks = plan, plan.config, model, ranks
         self.sinks, self.save, self.stop, self.write = list(sinks), save, stop, write
         self.record_predictions = PredictionRecorder(plan, write)
         self.progress = TrainProgress() if resumed is None else resumed.progress
         self._saved = -1 if resumed is None else resumed.progress.step
         self.train_step = TrainStep(plan, model, resumed, ranks)
-        self.diagnostics = DiagnosticsRecorder(plan, model, ranks)
         self.throughput = Throughput(plan, ranks.count)
         self._began = time.perf_counter() if began is None else began
 
     def fit(self) -> None:
         """Train to the last step; raise Interrupted or Diverged."""
         train, progress = self.config.train, self.progress
+        # A rank that has only a shard of the weights cannot measure them.
+        sharded = self.ranks.has_sharded_weights(self.config)
+        diagnose_every = 0 if sharded else self.config.diagnostics.every
         assert isinstance(train.steps, int)
+        assert isinstance(diagnose_every, int)
         if self.ranks.count > 1 and progress.step < train.steps:
             self.train_step.fix_bucket_order(progress.step)
         while True:
@@ -83,7 +84,8 @@ class Trainer:
             if (last or step % train.eval_every == 0) and progress.evaluated < step:
                 with self.throughput.paused():
                     self._validate()
-            if self.diagnostics.is_due(step) and progress.diagnosed < step:
+            is_due = diagnose_every > 0 and (last or step % diagnose_every == 0)
+            if is_due and progress.diagnosed < step:
                 with self.throughput.paused():
                     self._diagnose(last)
             if progress.predicted < step and predictions.is_recorded(self.config, step):
@@ -133,11 +135,15 @@ class Trainer:
         self._log({f"val/{name}": value for name, value in metrics.items()})
         self.progress.evaluated = self.progress.step
 
+    @cached_property
+    def _panel(self) -> DiagnosticPanel:
+        return make_panel(self.plan, self.model)
+
     def _diagnose(self, last: bool) -> None:
         """Record diagnostics on the first rank, which has the same weights as the others."""
         self._check_finite()
         if self.ranks.is_first:
-            self._log({"diagnostics": self.diagnostics.panel.row()})
+            self._log({"diagnostics": self._panel.row()})
             if last:
                 record_attention(self.plan, self.write, self.model, self.progress.step)
         self.progress.diagnosed = self.progress.step

@@ -168,8 +168,8 @@ def make_wandb_identity(plan: RunPlan) -> RunIdentity:
 def make_wandb_config(plan: RunPlan) -> dict[str, Any]:
     """Return the config in W&B: without local paths, with the commit."""
     config = dataclasses.asdict(plan.config)
-    config["data"] = {k: v for k, v in config["data"].items() if k not in ("path", "cache")}
     del config["out"], config["tracking"], config["init_from"]["run"]
+    del config["data"]["path"], config["data"]["cache"]
     environment = read_json(plan.run.folder / "environment.json")
     code = environment.get("code") if isinstance(environment, dict) else None
     config |= {"run_id": plan.run.id, "kernel": plan.attention.kernel, "params": plan.params}

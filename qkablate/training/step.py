@@ -93,7 +93,7 @@ class TrainStep:
 
     def first_nonfinite(self) -> int | None:
         """Return the first step with a loss that is not finite, on any rank."""
-        first = self.ranks.all_min(int(self._first_nonfinite))
+        first = -self.ranks.all_max(-int(self._first_nonfinite))
         return first if first < _NEVER else None
 
     def checkpoint(self, progress: TrainProgress) -> Checkpoint:

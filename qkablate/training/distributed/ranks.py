@@ -125,7 +125,7 @@ class Ranks:
 
         if distributed.is_initialized():
             with suppress(RuntimeError):  # rank 0 has failed
-                self.barrier()
+                self.all_max(0)  # waits for all
             distributed.destroy_process_group()
 
     def send_job(self, job: Any) -> None:
@@ -178,12 +178,6 @@ class Ranks:
         largest = torch.tensor(number, dtype=torch.int64)
         distributed.all_reduce(largest, distributed.ReduceOp.MAX)
         return int(largest)
-
-    def all_min(self, number: int) -> int:
-        return -self.all_max(-number)
-
-    def barrier(self) -> None:
-        self.all_max(0)
 
     def all_gather(self, value: T) -> list[T]:
         """Return the values of all ranks, in order of rank."""

@@ -4,7 +4,6 @@ Shape suffixes: N windows, L layers, H heads, T tokens.
 """
 
 import copy
-import functools
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -23,37 +22,21 @@ from qkablate.randomness import named_generator
 from qkablate.runs import attention_map
 from qkablate.runs.attention_map import AttentionMapHeader
 from qkablate.training import checkpoint, hardware
-from qkablate.training.distributed.ranks import Ranks
 from qkablate.training.resolve import RunPlan
 from qkablate.training.warm_start.restore import RestoredRun
 
 _MAX_TASK_TOKENS, _MAX_TASK_VOCABULARY = 2**20, 2**14  # of a task generated for diagnostics
 
 
-class DiagnosticsRecorder:
-    """Diagnostics of one run's model while it trains."""
-
-    def __init__(self, plan: RunPlan, model: Model, ranks: Ranks) -> None:
-        self._plan, self._model = plan, model
-        self._enabled = not ranks.has_sharded_weights(plan.config)
-
-    def is_due(self, step: int) -> bool:
-        """Return whether diagnostics are recorded at a step."""
-        every = self._plan.config.diagnostics.every
-        assert isinstance(every, int)
-        is_last = step == self._plan.config.train.steps
-        return self._enabled and every > 0 and (step % every == 0 or is_last)
-
-    @functools.cached_property
-    def panel(self) -> DiagnosticPanel:
-        """Measures of the model as it is now."""
-        config = self._plan.config
-        return DiagnosticPanel(
-            self._model,
-            validation_tokens(self._plan.data, config.model.context).to(config.device),
-            starts=initial_layers(self._model, config, self._plan.run.start),
-            autocast=lambda: hardware.autocast(config),
-        )
+def make_panel(plan: RunPlan, model: Model) -> DiagnosticPanel:
+    """Return the panel that measures the model of a run while it trains."""
+    config = plan.config
+    return DiagnosticPanel(
+        model,
+        validation_tokens(plan.data, config.model.context).to(config.device),
+        starts=initial_layers(model, config, plan.run.start),
+        autocast=lambda: hardware.autocast(config),
+    )
 
 
 def record_attention(plan: RunPlan, write: Callable[..., None], model: Model, step: int) -> None:
