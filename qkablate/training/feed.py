@@ -31,10 +31,7 @@ class Feed:
 
 
 def batch_reader(config: Config, data: Data) -> Callable[[int], Sequence[Batch]]:
-    """Return the function that reads the batches of a step of a run.
-
-    A run that begins from another one reads on where that one ended.
-    """
+    """Return the function that reads a step's batches; a run with a parent reads on after it."""
     batches = data.batches(
         seed=config.seeds.data,
         batch_size=config.train.batch_size,

@@ -26,10 +26,7 @@ from qkablate.training.warm_start.start import load_or_project
 
 @dataclass(frozen=True)
 class _RunWriter:
-    """Writes into the run's folder while the lease is held.
-
-    As the first sink, it stops logging once the lease is lost.
-    """
+    """Writes into the run's folder; as the first sink, it ends logging once the lease is lost."""
 
     lease: Lease
     run: Run
@@ -192,10 +189,7 @@ def _send_job(ranks: Ranks, plan: RunPlan) -> None:
 
 
 def follow(ranks: Ranks) -> int:
-    """Train as one of the ranks after the first, without writing; return the exit code.
-
-    Raises Stopped as `train_run` does.
-    """
+    """Train as a rank after the first, without writing; return the exit code or raise Stopped."""
     job = ranks.exchange_job()
     if isinstance(job, int):
         return job

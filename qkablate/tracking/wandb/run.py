@@ -245,10 +245,7 @@ class WandbRun:
 
 
 def flatten_row(row: dict[str, Any]) -> dict[str, Any]:
-    """Return a row with diagnostics as means over the heads of a layer, as qk/stable_rank/L0.
-
-    Spectra are left out.
-    """
+    """Return a row with diagnostics as means over heads, as qk/stable_rank/L0, without spectra."""
     flat = {name: value for name, value in row.items() if name != "diagnostics"}
     for part, measures in row.get("diagnostics", {}).items():
         for name, layers in measures.items():

@@ -129,10 +129,7 @@ class Ranks:
             distributed.destroy_process_group()
 
     def send_job(self, job: Any) -> None:
-        """Send the other ranks config and id of a run, or the exit code if none is to be trained.
-
-        Only rank 0 sends, and only its first call counts.
-        """
+        """Send config and id of a run, or an exit code; only the first call of rank 0 counts."""
         if self.is_first and self._job_group is not None:
             self.exchange_job(job)
 

@@ -31,10 +31,7 @@ TOKENS = 8192  # read for the predictions: an eighth of an evaluation by default
 def evaluate_split(
     plan: RunPlan, step: TrainStep, split: str, check_stop: Callable[[], None]
 ) -> EvalMetrics:
-    """Return the sums over every token of a split.
-
-    `check_stop` is called before each batch and raises to interrupt.
-    """
+    """Return the sums over every token of a split; `check_stop` may raise before each batch."""
     config, data = plan.config, plan.data
     device, context = config.device, config.model.context
     tokens = EVAL_TOKENS[device.partition(":")[0]]

@@ -142,10 +142,7 @@ def _read_batches(model: Model, config: Config, data: Data) -> None:
 
 
 def load_or_project(run: Run, config: Config, data: Data, model: Model) -> checkpoint.Checkpoint:
-    """Load the initial weights from the run's folder, or project the parent and write them there.
-
-    `model` is the run's, without values.
-    """
+    """Load the initial weights from the run's folder, or project them to `model` and write them."""
     for path in checkpoint.find_checkpoints(run.start):
         try:
             weights = checkpoint.load_weights(path)
@@ -168,10 +165,7 @@ def load_or_project(run: Run, config: Config, data: Data, model: Model) -> check
 def load_projection_losses(
     run: Run, config: Config, data: Data, model: Model, parent: Model
 ) -> list[ProjectionLoss]:
-    """Load what each layer's projection lost, or compute it again without an intact file.
-
-    `model` is the run's, without values.
-    """
+    """Load what each layer's projection lost, or compute it again with the run's empty `model`."""
     try:
         content = read_json(run.start / _LOSSES_FILE)
         losses = [ProjectionLoss(**{**loss, "heads": tuple(loss["heads"])}) for loss in content]
