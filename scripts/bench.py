@@ -220,9 +220,7 @@ def evaluation(folder: Path, args: argparse.Namespace) -> None:
             tokens = len(get_corpus(planned).split("val")) - 1
             hardware.configure_process(planned.config)
             model = planned.build().to_empty(device="cpu").init_(0).to(planned.config.device)
-            trainer = Trainer(
-                planned, model, None, sinks=(), save=lambda _: None, stop=lambda: False
-            )
+            trainer = Trainer(planned, model, None)
             count = max(1, tokens // 4 // planned.tokens_per_step)
             training, evaluation = [], []
             for _ in range(3):

@@ -68,9 +68,7 @@ class Qkablate:
         how = f"{config.precision}, {'compiled' if config.compile else 'eager'}"
         self.name = f"qkablate {config.variant.name} ({how})"
         model = plan.build().to_empty(device="cpu").init_(config.seeds.init).to(config.device)
-        self.trainer = Trainer(
-            plan, model, None, sinks=(), save=lambda state: None, stop=lambda: False
-        )
+        self.trainer = Trainer(plan, model, None)
 
     def step(self, step: int) -> None:
         matmul.set_backend(self.trainer.config.matmul)  # a setting of the whole process

@@ -149,7 +149,7 @@ def _load_state(path: Path, device: str) -> dict[str, Any]:
     return state
 
 
-def load_weights(path: Path, device: str) -> Checkpoint:
+def load_weights(path: Path, device: str = "cpu") -> Checkpoint:
     """Load a checkpoint without state.pt, which only training needs."""
     _check_sums(path, _FILES[0], _FILES[2])
     progress = from_json(TrainProgress, parse_json(read_file(path / _FILES[2])), _FILES[2])

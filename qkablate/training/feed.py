@@ -4,21 +4,16 @@ from collections.abc import Callable, Sequence
 
 from torch import Tensor
 
-from qkablate.data import Batch, TrainingBatches
+from qkablate.config import Config
+from qkablate.data import Batch, Data
 
 
 class Feed:
     """Batches of each step; on a GPU the next step's are copied while this one's are computed."""
 
-    def __init__(
-        self,
-        batches: TrainingBatches,
-        device: str,
-        shard: Callable[[Sequence[Batch]], Sequence[Batch]] = lambda batches: batches,
-        offset: int = 0,
-    ) -> None:
-        """Feed this process's `shard` of each step's batches; step 0 is at `offset` in the data."""
-        self._batches, self._device, self._shard, self._offset = batches, device, shard, offset
+    def __init__(self, read: Callable[[int], Sequence[Batch]], device: str) -> None:
+        """Feed the batches that `read` returns for a step."""
+        self._read, self._device = read, device
         self._ahead: tuple[int, list[Batch]] = (-1, [])
 
     def take(self, step: int) -> list[Batch]:
@@ -32,8 +27,19 @@ class Feed:
             self._ahead = step, self._fetch(step)
 
     def _fetch(self, step: int) -> list[Batch]:
-        batches = self._shard(self._batches.step(self._offset + step))
-        return [on_device(batch, self._device) for batch in batches]
+        return [on_device(batch, self._device) for batch in self._read(step)]
+
+
+def batch_reader(config: Config, data: Data) -> Callable[[int], Sequence[Batch]]:
+    """Return the function that reads a step's batches; a run with a parent reads on after it."""
+    batches = data.batches(
+        seed=config.seeds.data,
+        batch_size=config.train.batch_size,
+        grad_accum=config.train.grad_accum,
+        context=config.model.context,
+    )
+    offset = config.init_from.step or 0
+    return lambda step: batches.step(offset + step)
 
 
 def on_device(batch: Batch, device: str) -> Batch:

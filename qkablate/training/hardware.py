@@ -10,7 +10,7 @@ import shutil
 import sys
 import sysconfig
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -29,31 +29,24 @@ def resolve(config: Config, *, remote: bool = False) -> Config:
     A `remote` run is trained on another machine, which may have a GPU where this one has none.
     """
     if remote and config.device == "cuda" and not torch.cuda.is_available():
-        return _resolve_without_gpu(config)
-    device = _resolve_device(config.device)
+        precisions = "bf16 (fp16 where the GPUs are older than Ampere) or fp32"
+        for key, allowed in (("precision", precisions), ("compile", "true or false")):
+            if getattr(config, key) == "auto":
+                raise UserError(
+                    f"{key}: auto depends on the GPU, and this machine has none; give {allowed}"
+                )
+        device, compiled, threads = config.device, config.compile, 1
+    else:
+        device = _resolve_device(config.device)
+        compiled, threads = _resolve_compile(config.compile, device), torch.get_num_threads()
     precision = _resolve_precision(config.precision, device)
     return dataclasses.replace(
         config,
         device=device,
         precision=precision,
         matmul=_resolve_matmul(config.matmul, device, precision),
-        compile=_resolve_compile(config.compile, device),
-        threads=torch.get_num_threads() if config.threads == "auto" else config.threads,
-    )
-
-
-def _resolve_without_gpu(config: Config) -> Config:
-    """Require explicit values in place of each `auto` that needs the absent GPU."""
-    precisions = "bf16 (fp16 where the GPUs are older than Ampere) or fp32"
-    for key, allowed in (("precision", precisions), ("compile", "true or false")):
-        if getattr(config, key) == "auto":
-            raise UserError(
-                f"{key}: auto depends on the GPU, and this machine has none; give {allowed}"
-            )
-    return dataclasses.replace(
-        config,
-        matmul=_resolve_matmul(config.matmul, config.device, config.precision),
-        threads=1 if config.threads == "auto" else config.threads,
+        compile=compiled,
+        threads=threads if config.threads == "auto" else config.threads,
     )
 
 
@@ -227,14 +220,17 @@ def measure_peak_flops(config: Config, size: int | None = None) -> float:
         torch.ones(size, size, dtype=DTYPES[config.precision], device=config.device)
         for _ in range(2)
     )
-    times = []
-    for _ in range(5):
-        synchronize(config.device)
-        began = time.perf_counter()
-        matmul.linear(a, b)
-        synchronize(config.device)
-        times.append(time.perf_counter() - began)
-    return 2 * size**3 / min(times)
+    seconds = min(time_action(lambda: matmul.linear(a, b), config.device) for _ in range(5))
+    return 2 * size**3 / seconds
+
+
+def time_action(action: Callable[[], object], device: str) -> float:
+    """Return the seconds that an action takes on a device."""
+    synchronize(device)
+    began = time.perf_counter()
+    action()
+    synchronize(device)
+    return time.perf_counter() - began
 
 
 def synchronize(device: str) -> None:

@@ -2,21 +2,27 @@
 
 import math
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from functools import cached_property
 from typing import Any, Protocol
 
 import torch
 
 from qkablate.data.batches import DOCUMENT
+from qkablate.diagnostics import DiagnosticPanel
 from qkablate.models.base import Model
 from qkablate.runs import predictions
+from qkablate.runs.document_losses import DocumentLossesHeader, write_document_losses
+from qkablate.training import hardware
 from qkablate.training.checkpoint import Checkpoint, TrainProgress
 from qkablate.training.distributed.ranks import SINGLE_PROCESS, Ranks
-from qkablate.training.recorders.diagnostics import DiagnosticsRecorder
-from qkablate.training.recorders.evaluation import Evaluator
-from qkablate.training.recorders.throughput import Throughput
+from qkablate.training.recorders.diagnostics import make_panel, record_attention
+from qkablate.training.recorders.evaluation import PredictionRecorder, evaluate_split
 from qkablate.training.resolve import RunPlan
 from qkablate.training.step import TrainStep
+
+WARM_UP = 5  # steps of a session before its speed counts
 
 
 class Diverged(Exception):
@@ -46,33 +52,30 @@ class Trainer:
         model: Model,
         resumed: Checkpoint | None,
         *,
-        sinks: Iterable[Sink],
-        save: Callable[[Checkpoint], None],
-        stop: Callable[[], bool],
+        sinks: Iterable[Sink] = (),
+        save: Callable[[Checkpoint], None] = lambda _: None,
+        stop: Callable[[], bool] = lambda: False,
+        write: Callable[..., None] = lambda *_: None,  # calls a function with the run's folder
         began: float | None = None,
         ranks: Ranks = SINGLE_PROCESS,
-        record_predictions: Callable[[Model, int], None] = lambda *_: None,
-        record_attention: Callable[[Model, int], None] = lambda *_: None,
-        record_documents: Callable[[list[float], list[int]], None] = lambda *_: None,
     ) -> None:
         self.plan, self.config, self.model, self.ranks = plan, plan.config, model, ranks
-        self.sinks, self.save, self.stop = list(sinks), save, stop
-        self.record_predictions, self.record_attention = record_predictions, record_attention
-        self.record_documents = record_documents
+        self.sinks, self.save, self.stop, self.write = list(sinks), save, stop, write
+        self.record_predictions = PredictionRecorder(plan, write)
         self.progress = TrainProgress() if resumed is None else resumed.progress
         self._saved = -1 if resumed is None else resumed.progress.step
-        self.train_step = step = TrainStep(plan, model, resumed, ranks)
-        self.diagnostics = DiagnosticsRecorder(plan, model, ranks)
-        self.evaluator = Evaluator(
-            plan, model, step.loss, step.loss_and_hits, ranks, self._check_stop
-        )
+        self.train_step = TrainStep(plan, model, resumed, ranks)
         self.throughput = Throughput(plan, ranks.count)
         self._began = time.perf_counter() if began is None else began
 
     def fit(self) -> None:
         """Train to the last step; raise Interrupted or Diverged."""
         train, progress = self.config.train, self.progress
+        # A rank that has only a shard of the weights cannot measure them.
+        sharded = self.ranks.has_sharded_weights(self.config)
+        diagnose_every = 0 if sharded else self.config.diagnostics.every
         assert isinstance(train.steps, int)
+        assert isinstance(diagnose_every, int)
         if self.ranks.count > 1 and progress.step < train.steps:
             self.train_step.fix_bucket_order(progress.step)
         while True:
@@ -81,7 +84,8 @@ class Trainer:
             if (last or step % train.eval_every == 0) and progress.evaluated < step:
                 with self.throughput.paused():
                     self._validate()
-            if self.diagnostics.is_due(step) and progress.diagnosed < step:
+            is_due = diagnose_every > 0 and (last or step % diagnose_every == 0)
+            if is_due and progress.diagnosed < step:
                 with self.throughput.paused():
                     self._diagnose(last)
             if progress.predicted < step and predictions.is_recorded(self.config, step):
@@ -131,21 +135,27 @@ class Trainer:
         self._log({f"val/{name}": value for name, value in metrics.items()})
         self.progress.evaluated = self.progress.step
 
+    @cached_property
+    def _panel(self) -> DiagnosticPanel:
+        return make_panel(self.plan, self.model)
+
     def _diagnose(self, last: bool) -> None:
         """Record diagnostics on the first rank, which has the same weights as the others."""
         self._check_finite()
         if self.ranks.is_first:
-            self._log({"diagnostics": self.diagnostics.row()})
+            self._log({"diagnostics": self._panel.row()})
             if last:
-                self.record_attention(self.model, self.progress.step)
+                record_attention(self.plan, self.write, self.model, self.progress.step)
         self.progress.diagnosed = self.progress.step
 
     def evaluate(self, split: str) -> dict[str, float]:
         """Return the metrics of every token of a split; record losses by document, if any."""
-        totals = self.evaluator.evaluate(split)
+        totals = evaluate_split(self.plan, self.train_step, split, self._check_stop)
         if self.ranks.is_first and (documents := totals.slices.get(DOCUMENT)):
             sums = [documents[index] for index in sorted(documents)]
-            self.record_documents([s.loss for s in sums], [s.count for s in sums])
+            header = DocumentLossesHeader(self.plan.run.id, self.plan.data.fingerprint)
+            losses, counts = [s.loss for s in sums], [s.count for s in sums]
+            self.write(write_document_losses, header, losses, counts)
         return self.plan.data.metrics(split, totals)
 
     def checkpoint(self) -> None:
@@ -153,9 +163,7 @@ class Trainer:
         if self._saved == self.progress.step:
             return
         self._check_finite()
-        now = time.perf_counter()
-        self.progress.seconds += now - self._began
-        self._began = now
+        self.progress.seconds, self._began = self.seconds(), time.perf_counter()
         self.save(self.train_step.checkpoint(self.progress))
         self._saved = self.progress.step
 
@@ -181,3 +189,43 @@ class Trainer:
         position = {"step": step, "tokens": tokens, "flops": flops}
         for sink in self.sinks:
             sink.log({**position, "seconds": round(self.seconds(), 3), **row})
+
+
+class Throughput:
+    """Speed of the steps since the last row, without warm-up, evaluation and checkpoints."""
+
+    def __init__(self, plan: RunPlan, processes: int) -> None:
+        self._plan, self._device = plan, plan.config.device
+        self._peak = hardware.measure_peak_flops(plan.config) * processes
+        self._warm_up = WARM_UP
+        self.restart()
+
+    def restart(self) -> None:
+        """Start to measure the next row."""
+        self._start, self._paused, self._steps = time.perf_counter(), 0.0, 0
+
+    @contextmanager
+    def paused(self) -> Iterator[None]:
+        """Exclude what happens in the context."""
+        hardware.synchronize(self._device)
+        start = time.perf_counter()
+        yield
+        self._paused += time.perf_counter() - start
+
+    def count_step(self) -> None:
+        """Count a completed step."""
+        self._steps += 1
+        if self._warm_up:  # the first steps compile, warm caches and allocate
+            self._warm_up -= 1
+            hardware.synchronize(self._device)
+            self.restart()
+
+    def row(self) -> dict[str, float]:
+        """Return the speed since the last row, or nothing during warm-up."""
+        if not self._steps:
+            return {}
+        seconds = time.perf_counter() - self._start - self._paused
+        speed = self._steps * self._plan.tokens_per_step / seconds
+        flops = speed * self._plan.flops_per_token
+        self._peak = max(self._peak, flops)  # the machine may have been busy when it was measured
+        return {"perf/tokens_per_second": speed, "perf/mfu": flops / self._peak}

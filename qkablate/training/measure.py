@@ -22,7 +22,8 @@ from qkablate.training.recorders.evaluation import EVAL_LOGITS, EVAL_TOKENS
 from qkablate.training.resolve import build_empty_model
 
 WARM_UP = 2
-SECONDS = 60.0  # for all models together, but at least three rounds
+SECONDS = 60.0  # for all models together, within these numbers of rounds
+MIN_ROUNDS, MAX_ROUNDS = 3, 30
 BYTES_PER_PARAMETER = 16  # weights, gradients, two moments
 
 
@@ -51,27 +52,22 @@ def measure_step_times(
             step()
     times: list[list[float]] = [[] for _ in steps]
     began = time.perf_counter()
-    while True:
+    fraction = 0.0
+    while fraction < 1:
         for step, step_times in zip(steps, times, strict=True):
-            hardware.synchronize(first.device)
-            start = time.perf_counter()
-            step()
-            hardware.synchronize(first.device)
-            step_times.append(time.perf_counter() - start)
-        passed = time.perf_counter() - began
-        rounds = len(times[0])
-        progress(min(1.0, max(passed / SECONDS, rounds / 30) if rounds >= 3 else rounds / 30))
-        if (passed > SECONDS and rounds >= 3) or rounds >= 30:
-            return [StepTimes(statistics.median(t), min(t), rounds) for t in times]
+            step_times.append(hardware.time_action(step, first.device))
+        fraction = len(times[0]) / MAX_ROUNDS
+        if len(times[0]) >= MIN_ROUNDS:
+            fraction = max(fraction, (time.perf_counter() - began) / SECONDS)
+        progress(min(1.0, fraction))
+    return [StepTimes(statistics.median(t), min(t), len(t)) for t in times]
 
 
 def check_memory(params: Sequence[int], device: str) -> None:
     """Raise UserError if the models do not fit into memory together."""
     required = BYTES_PER_PARAMETER * sum(params)
-    if device.startswith("cuda"):
-        free: float = torch.cuda.mem_get_info(device)[0]
-    else:
-        free = hardware.free_memory()
+    is_cuda = device.startswith("cuda")
+    free: float = torch.cuda.mem_get_info(device)[0] if is_cuda else hardware.free_memory()
     if required > free:
         raise UserError(
             f"--measure: these {len(params)} models need {required / 2**30:,.1f} GB together, and"

@@ -33,11 +33,7 @@ class RunPlan:
     data: Data
     identity: dict[str, Any]
     run: Run
-    kernel: str
-    equation: str
-    match: str  # how well the initialization matches standard's
-    matched_lr: float  # the number that variant.lr=matched stands for
-    lr_multiplier: dict[str, float]  # of the QK and the OV circuit
+    attention: Attention  # the first layer, without values
     params: dict[str, int]
     flops_per_token: float  # of training: forward and backward
 
@@ -98,11 +94,7 @@ def plan_run(
         data=data,
         identity=frozen,
         run=Run(config.out, label(config), run_id(frozen)),
-        kernel=attention.kernel,
-        equation=attention.equation,
-        match=attention.match,
-        matched_lr=attention.matched_lr,
-        lr_multiplier=attention.lr_multipliers(config.variant.lr),
+        attention=attention,
         params=model.parameter_counts(),
         flops_per_token=training_flops_per_token(
             model, config.train.batch_size * config.model.context, data.answer_fraction

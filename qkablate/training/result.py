@@ -24,9 +24,10 @@ OTHER_METRICS = ("bits_per_byte", "accuracy", "exact")  # of text and of tasks; 
 
 def format_header(plan: RunPlan, processes: int = 1) -> list[str]:
     """Return the lines that describe a run on the terminal before it trains."""
-    config, model = plan.config, plan.config.model
+    config, model, attention = plan.config, plan.config.model, plan.attention
+    multipliers = attention.lr_multipliers(config.variant.lr)
     if config.init_from.run is None:
-        start = f"matched to standard: {plan.match}"
+        start = f"matched to standard: {attention.match}"
     else:
         start = f"projected from run {config.init_from.id} after {config.init_from.step:,} steps"
     sharded = " with sharded weights" if config.train.fsdp else ""
@@ -35,15 +36,15 @@ def format_header(plan: RunPlan, processes: int = 1) -> list[str]:
     together = f"{processes} processes{sharded} of " if processes > 1 else ""
     lines = [
         f"run      {plan.run.folder}",
-        f"variant  {config.variant.name}: {plan.equation}",
+        f"variant  {config.variant.name}: {attention.equation}",
         f"start    {start}; learning rates of the circuits:"
-        f" QK × {plan.lr_multiplier['qk']:.3g}, OV × {plan.lr_multiplier['ov']:.3g}",
+        f" QK × {multipliers['qk']:.3g}, OV × {multipliers['ov']:.3g}",
         f"model    {format_count(model.layers, 'layer')}, d {model.d_model},"
         f" {format_count(model.heads, 'head')}, context"
         f" {model.context}: {plan.params['total']:,} parameters",
         f"data     {plan.data.description}",
         f"machine  {config.device}, {config.precision}{backend}, {together}"
-        f"{threads}, kernel {plan.kernel}{', compiled' if config.compile else ''}",
+        f"{threads}, kernel {attention.kernel}{', compiled' if config.compile else ''}",
     ]
     if sharded and processes > 1 and config.diagnostics.every:
         lines.append("no diagnostics: with train.fsdp=true no process has all of the weights")
@@ -52,7 +53,7 @@ def format_header(plan: RunPlan, processes: int = 1) -> list[str]:
 
 def make_base_result(plan: RunPlan, packed: int, processes: int = 1) -> dict[str, Any]:
     """Return the content of result.json before training."""
-    config, model = plan.config, plan.config.model
+    config, model, attention = plan.config, plan.config.model, plan.attention
     return {
         "id": plan.run.id,
         "label": plan.run.label,
@@ -70,18 +71,18 @@ def make_base_result(plan: RunPlan, packed: int, processes: int = 1) -> dict[str
         "data": {key: value for key, value in vars(config.data).items() if value is not None},
         "params": plan.params,
         "flops_per_token": plan.flops_per_token,
-        "init": {"mode": config.variant.init, "match": plan.match},
+        "init": {"mode": config.variant.init, "match": attention.match},
         "lr": {
             "factor": config.variant.lr,
-            "matched": plan.matched_lr,
-            "multiplier": plan.lr_multiplier,
+            "matched": attention.matched_lr,
+            "multiplier": attention.lr_multipliers(config.variant.lr),
         },
         "tokens_per_second": None,
         "packed": packed,  # speeds of packed runs are not comparable
         "precision": config.precision,
         "matmul": config.matmul,
         "device": config.device.partition(":")[0],
-        "kernel": plan.kernel,
+        "kernel": attention.kernel,
         "loss_blocks": plan.loss_blocks,
         "compile": config.compile,
         "threads": config.threads,
@@ -167,16 +168,15 @@ def make_wandb_identity(plan: RunPlan) -> RunIdentity:
 def make_wandb_config(plan: RunPlan) -> dict[str, Any]:
     """Return the config in W&B: without local paths, with the commit."""
     config = dataclasses.asdict(plan.config)
-    config["data"] = {k: v for k, v in config["data"].items() if k not in ("path", "cache")}
     del config["out"], config["tracking"], config["init_from"]["run"]
+    del config["data"]["path"], config["data"]["cache"]
     environment = read_json(plan.run.folder / "environment.json")
     code = environment.get("code") if isinstance(environment, dict) else None
+    config |= {"run_id": plan.run.id, "kernel": plan.attention.kernel, "params": plan.params}
+    config["code"] = None
     if isinstance(code, dict):  # the diff itself is in the artifact
-        code = {"commit": code.get("commit"), "changed": bool(code.get("diff"))}
-    else:
-        code = None
-    names = {"run_id": plan.run.id, "kernel": plan.kernel, "params": plan.params, "code": code}
-    return config | names
+        config["code"] = {"commit": code.get("commit"), "changed": bool(code.get("diff"))}
+    return config
 
 
 def collect_artifacts(plan: RunPlan, result: dict[str, Any]) -> RunArtifacts | None:

@@ -7,22 +7,18 @@ import time
 from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import dataclass
-from functools import partial
 from typing import Any
 
-from qkablate.config import Config
 from qkablate.errors import UserError
 from qkablate.models.base import Model
-from qkablate.runs import attention_map, document_losses, predictions, text_references
-from qkablate.runs.document_losses import DocumentLossesHeader
+from qkablate.runs import text_references
 from qkablate.runs.lease import Lease, LeaseLost, LeaseObserver
 from qkablate.runs.run import EXIT_CODES, Run
 from qkablate.tracking import MetricsFile, Terminal, WandbRun
 from qkablate.training import checkpoint, environment, hardware, result
+from qkablate.training.distributed.broadcast import broadcast
 from qkablate.training.distributed.ranks import SINGLE_PROCESS, Ranks
 from qkablate.training.loop import Diverged, Interrupted, Trainer
-from qkablate.training.recorders.attention_map import record_attention
-from qkablate.training.recorders.predictions import PredictionRecorder
 from qkablate.training.resolve import RunPlan, plan_run
 from qkablate.training.signals import Signals, Stopped
 from qkablate.training.warm_start.start import load_or_project
@@ -30,10 +26,7 @@ from qkablate.training.warm_start.start import load_or_project
 
 @dataclass(frozen=True)
 class _RunWriter:
-    """Writes into the run's folder while the lease is held.
-
-    As the first sink, it stops logging once the lease is lost.
-    """
+    """Writes into the run's folder; as the first sink, it ends logging once the lease is lost."""
 
     lease: Lease
     run: Run
@@ -96,9 +89,8 @@ def _train_session(
     began = time.perf_counter()
     run = plan.run
     plan, notes = environment.restore_environment(plan, ranks.count)
-    start = None
-    if not checkpoint.find_checkpoints(run.checkpoints):
-        start = _load_start(plan)  # raises UserError before anything is written
+    # Raises UserError before anything is written.
+    start = None if checkpoint.find_checkpoints(run.checkpoints) else _load_start(plan)
     environment.write(plan, ranks.count)
     _send_job(ranks, plan)
     notes += _remove_failure(run)
@@ -124,9 +116,6 @@ def _train_session(
             wandb_run = WandbRun(plan.config.tracking, identity, run.folder, config, terminal.note)
             stack.callback(_close_wandb, wandb_run, plan, content)
             writer = _RunWriter(lease, run, metrics)
-            save_predictions = partial(writer.write, predictions.write_predictions)
-            save_attention = partial(writer.write, attention_map.write_attention_map)
-            documents_header = DocumentLossesHeader(run.id, plan.data.fingerprint)
 
             def stop() -> bool:
                 lease.check()
@@ -140,13 +129,9 @@ def _train_session(
                 sinks=(writer, metrics, terminal, wandb_run),
                 save=writer.save,
                 stop=stop,
+                write=writer.write,
                 began=began,
                 ranks=ranks,
-                record_predictions=PredictionRecorder(plan, save_predictions),
-                record_attention=partial(record_attention, plan, save_attention),
-                record_documents=partial(
-                    writer.write, document_losses.write_document_losses, documents_header
-                ),
             )
             content |= _train(plan, trainer)
         except Interrupted:
@@ -193,37 +178,26 @@ def _close_wandb(wandb_run: WandbRun, plan: RunPlan, content: dict[str, Any]) ->
     content["wandb"] = wandb_run.address
 
 
-@dataclass(frozen=True)
-class TrainJob:
-    """The run that rank 0 asks the other ranks to train."""
-
-    config: Config
-    id: str
-
-
 def _send_job(ranks: Ranks, plan: RunPlan) -> None:
     """Send the run to the other ranks; raise UserError if one of them cannot train it."""
     config = plan.config
     kind = config.device.partition(":")[0]
-    ranks.send_job(TrainJob(dataclasses.replace(config, device=kind), plan.run.id))
+    ranks.send_job((dataclasses.replace(config, device=kind), plan.run.id))
     for rank, reason in enumerate(ranks.all_gather(None)):
         if reason is not None:  # another machine may lack what this one has
             raise UserError(f"process {rank}: {reason}")
 
 
 def follow(ranks: Ranks) -> int:
-    """Train as one of the ranks after the first, without writing; return the exit code.
-
-    Raises Stopped as `train_run` does.
-    """
-    job = ranks.receive_job()
-    if not isinstance(job, TrainJob):
-        return int(job)
-    config = ranks.resolve(job.config)
+    """Train as a rank after the first, without writing; return the exit code or raise Stopped."""
+    job = ranks.exchange_job()
+    if isinstance(job, int):
+        return job
+    config, id = ranks.resolve(job[0]), job[1]
     refusal = None
     try:
         plan = plan_run(config, is_writer=False)
-        if plan.run.id != job.id:
+        if plan.run.id != id:
             refusal = f"its data or its variant differs: it would train {plan.run.id}"
     except UserError as mistake:
         refusal = str(mistake)
@@ -239,11 +213,8 @@ def follow(ranks: Ranks) -> int:
                 plan,
                 build_initial_model(plan, resumed, device),
                 resumed,
-                sinks=(),
-                save=lambda _: None,
                 stop=lambda: ranks.agree_to_stop(signals),
                 ranks=ranks,
-                record_predictions=PredictionRecorder(plan, lambda *_: None),
             )
             return EXIT_CODES[_train(plan, trainer)["status"]]
         except Interrupted:
@@ -254,8 +225,10 @@ def _broadcast(
     ranks: Ranks, resumed: checkpoint.Checkpoint | None, device: str
 ) -> checkpoint.Checkpoint | None:
     """Return the checkpoint that rank 0 has read."""
+    if ranks.count == 1:
+        return resumed
     parts = resumed and (resumed.progress, resumed.weights, resumed.state)
-    parts = ranks.broadcast(parts, device)
+    parts = broadcast(parts, device, ranks.is_first)
     return parts and checkpoint.Checkpoint(*parts)
 
 

@@ -11,7 +11,7 @@ from qkablate.randomness import derive_key
 from qkablate.training import hardware
 from qkablate.training.checkpoint import Checkpoint, TrainProgress
 from qkablate.training.distributed.ranks import Ranks
-from qkablate.training.feed import Feed
+from qkablate.training.feed import Feed, batch_reader
 from qkablate.training.optimizer import learning_rate, make_optimizer
 from qkablate.training.resolve import RunPlan
 
@@ -44,21 +44,14 @@ class TrainStep:
             self.loss = torch.compile(model.loss, dynamic=False)
             self.loss_and_hits = torch.compile(model.loss_and_hits, dynamic=False)
         self.training_loss = ranks.data_parallel(model, self.loss)
-        batches = plan.data.batches(
-            seed=config.seeds.data,
-            batch_size=config.train.batch_size,
-            grad_accum=config.train.grad_accum,
-            context=config.model.context,
-        )
-        # Batches and dropout masks continue after the parent's last step.
-        self._offset = config.init_from.step or 0
-        self.feed = Feed(batches, self.device, ranks.shard, self._offset)
+        batches = batch_reader(config, plan.data)
+        self.feed = Feed(lambda step: ranks.shard(batches(step)), self.device)
         # Kept on the device, so that steps need not wait for each other.
         progress = TrainProgress() if resumed is None else resumed.progress
         self.loss_sum = torch.tensor(
             progress.initial_loss_sum(ranks.rank, ranks.count), device=self.device
         )
-        self._first_bad = torch.tensor(-1, device=self.device)
+        self._first_nonfinite = torch.tensor(_NEVER, device=self.device)
 
     def __call__(self, step: int) -> Tensor:
         """Update the weights; return the gradient norm before clipping."""
@@ -68,7 +61,8 @@ class TrainStep:
         grad_accum = self.config.train.grad_accum
         micro_steps = self.ranks.shard(range(grad_accum))
         for micro, batch in zip(micro_steps, self.feed.take(step), strict=True):
-            position = self._offset + step
+            # After the parent's last step, if the run begins from a trained one.
+            position = (self.config.init_from.step or 0) + step
             seed = derive_key(self.config.seeds.dropout, "dropout", position, micro, 0)
             hardware.seed_generators(self.device, seed)
             with self.ranks.sync_gradients(self.training_loss, enabled=micro == micro_steps[-1]):
@@ -82,8 +76,8 @@ class TrainStep:
         self.scaler.step(self.optimizer)
         self.scaler.update()
         self.optimizer.zero_grad(set_to_none=True)
-        finite = torch.isfinite(self.loss_sum) | (self._first_bad >= 0)
-        self._first_bad = torch.where(finite, self._first_bad, step + 1)
+        nonfinite = torch.where(torch.isfinite(self.loss_sum), _NEVER, step + 1)
+        self._first_nonfinite = torch.minimum(self._first_nonfinite, nonfinite)
         return norm
 
     def fix_bucket_order(self, step: int) -> None:
@@ -99,8 +93,7 @@ class TrainStep:
 
     def first_nonfinite(self) -> int | None:
         """Return the first step with a loss that is not finite, on any rank."""
-        first = int(self._first_bad)
-        first = self.ranks.all_min(first if first >= 0 else _NEVER)
+        first = -self.ranks.all_max(-int(self._first_nonfinite))
         return first if first < _NEVER else None
 
     def checkpoint(self, progress: TrainProgress) -> Checkpoint:

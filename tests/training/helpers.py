@@ -134,7 +134,7 @@ def golden_losses(variant: str, folder: Path, monkeypatch: pytest.MonkeyPatch) -
     monkeypatch.setattr(hardware, "measure_peak_flops", lambda config: 1e9)
     planned = plan_run(config)
     model = planned.build().to_empty(device="cpu").init_(0)
-    trainer = Trainer(planned, model, None, sinks=(), save=lambda _: None, stop=lambda: False)
+    trainer = Trainer(planned, model, None)
     for step in range(20):
         trainer.train_step.loss_sum.zero_()
         trainer._step(step)

@@ -21,7 +21,7 @@ class Steps:
 
 def test_cpu_batches_are_made_when_taken():
     steps = Steps()
-    feed = Feed(steps, "cpu")
+    feed = Feed(steps.step, "cpu")
     first, second = feed.take(3)
     feed.fetch_ahead(4)
     assert steps.requested == [3]
@@ -34,7 +34,7 @@ def test_next_step_is_fetched_once(monkeypatch):
     """The copy to a GPU is skipped here."""
     monkeypatch.setattr("qkablate.training.feed.on_device", lambda batch, device: batch)
     steps = Steps()
-    feed = Feed(steps, "cuda")
+    feed = Feed(steps.step, "cuda")
     for step in range(3):
         assert int(feed.take(step)[0].tokens_NT[0, 0]) == step
         feed.fetch_ahead(step + 1)
@@ -45,7 +45,7 @@ def test_next_step_is_fetched_once(monkeypatch):
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 def test_gpu_batches_are_fetched_ahead():
-    feed = Feed(Steps(), "cuda")
+    feed = Feed(Steps().step, "cuda")
     feed.fetch_ahead(5)
     _, batch = feed.take(5)
     assert batch.tokens_NT.is_cuda

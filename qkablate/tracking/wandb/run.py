@@ -36,16 +36,16 @@ ARTIFACT_SECONDS = 5  # timeout of the server's answer to a new artifact
 MODEL_SECONDS = 300  # instead of FINISH_SECONDS where a checkpoint is uploaded, too
 POSITIONS = ("step", "tokens", "flops", "seconds")  # axes of charts, without charts of their own
 # The table of runs shows the best and the last value of these, and the last of all others.
-BEST: dict[str, tuple[str, Callable[[Iterable[float]], float]]] = {
-    "val/loss": ("min", min),
-    "val/bits_per_byte": ("min", min),
-    "val/accuracy": ("max", max),
+BEST: dict[str, Callable[[Iterable[float]], float]] = {
+    "val/loss": min,
+    "val/bits_per_byte": min,
+    "val/accuracy": max,
 }
 
 
 @dataclass(frozen=True)
 class RunIdentity:
-    """Name, group and tags of a run in W&B."""
+    """Name, group and tags of a run in W&B, as arguments of `wandb.init`."""
 
     id: str
     name: str
@@ -118,7 +118,7 @@ class WandbRun:
         try:
             self._run.log(flatten_row(row), step=row["step"])
             for name in _update_best(self._best, row):
-                self._run.summary[name] = {BEST[name][0]: self._best[name], "last": row[name]}
+                self._run.summary[name] = {BEST[name].__name__: self._best[name], "last": row[name]}
         except Exception as error:
             self._note(f"W&B: {_first_line(error)}; continuing without it")
             run, self._run = self._run, None
@@ -187,17 +187,13 @@ class WandbRun:
         run = wandb.init(
             mode=mode,  # type: ignore[arg-type]
             dir=self._wandb_folder.parent,
-            id=self._identity.id,
-            name=self._identity.name,
             resume="allow" if mode == "online" else None,
             reinit="create_new",
             project=project,
             entity=entity,
-            group=self._identity.group,
-            job_type=self._identity.job_type,
-            tags=self._identity.tags,
             config=config,
             settings=settings,
+            **vars(self._identity),
         )
         # W&B itself knows the best values of this session only.
         run.define_metric("*", step_metric="step")
@@ -249,10 +245,7 @@ class WandbRun:
 
 
 def flatten_row(row: dict[str, Any]) -> dict[str, Any]:
-    """Return a row with diagnostics as means over the heads of a layer, as qk/stable_rank/L0.
-
-    Spectra are left out.
-    """
+    """Return a row with diagnostics as means over heads, as qk/stable_rank/L0, without spectra."""
     flat = {name: value for name, value in row.items() if name != "diagnostics"}
     for part, measures in row.get("diagnostics", {}).items():
         for name, layers in measures.items():
@@ -271,7 +264,7 @@ def _update_best(best: dict[str, float], row: dict[str, Any]) -> list[str]:
     """Compare a row with the best values, and return the names that both have."""
     names = [name for name in BEST if is_number(row.get(name))]
     for name in names:
-        best[name] = BEST[name][1]([row[name], best.get(name, row[name])])
+        best[name] = BEST[name]([row[name], best.get(name, row[name])])
     return names
 
 

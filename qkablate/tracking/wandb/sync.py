@@ -12,7 +12,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -99,9 +99,10 @@ def _reject(log: OfflineLog, folder: Path) -> str:
 def lock_folders(folders: Iterable[Path]) -> Iterator[list[int]]:
     """Lock folders against a second upload at the same time; BlockingIOError names one in use."""
     locks: list[int] = []
-    try:
+    with ExitStack() as stack:
         for folder in sorted(folders):
             locks.append(os.open(folder, os.O_RDONLY))
+            stack.callback(os.close, locks[-1])
             try:
                 fcntl.flock(locks[-1], fcntl.LOCK_EX | fcntl.LOCK_NB)
             except BlockingIOError:
@@ -109,9 +110,6 @@ def lock_folders(folders: Iterable[Path]) -> Iterator[list[int]]:
             except OSError:
                 pass  # a network file system without locks
         yield locks
-    finally:
-        for lock in locks:
-            os.close(lock)
 
 
 @dataclass

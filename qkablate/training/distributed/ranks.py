@@ -31,10 +31,7 @@ T = TypeVar("T")
 
 # How long the other ranks wait for rank 0 to prepare the data and to get the lease.
 _PREPARATION_TIMEOUT = timedelta(days=7)
-_VARIABLES = (
-    *("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE"),
-    *("MASTER_ADDR", "MASTER_PORT"),
-)
+_NUMBERS = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")  # of torchrun's variables
 
 
 @dataclass
@@ -51,9 +48,9 @@ class Ranks:
     @classmethod
     def from_environment(cls) -> "Ranks":
         """Return the ranks of torchrun's variables, or a single process if one is missing."""
-        if not all(os.environ.get(name) for name in _VARIABLES):
+        if not all(map(os.environ.get, (*_NUMBERS, "MASTER_ADDR", "MASTER_PORT"))):
             return cls()
-        return cls(*(int(os.environ[name]) for name in _VARIABLES[:4]))
+        return cls(*(int(os.environ[name]) for name in _NUMBERS))
 
     @property
     def is_first(self) -> bool:
@@ -86,10 +83,8 @@ class Ranks:
             raise UserError("train.fsdp: true needs compile=false")
         threads = config.threads
         if threads == "auto":  # torchrun would set 1
-            cores = (
-                os.sched_getaffinity(0) if sys.platform == "linux" else range(os.cpu_count() or 1)
-            )
-            threads = max(1, len(cores) // self.local_count)
+            cores = len(os.sched_getaffinity(0)) if sys.platform == "linux" else os.cpu_count() or 1
+            threads = max(1, cores // self.local_count)
         return dataclasses.replace(
             config,
             device=self._resolve_device(config.device),
@@ -130,22 +125,16 @@ class Ranks:
 
         if distributed.is_initialized():
             with suppress(RuntimeError):  # rank 0 has failed
-                self.barrier()
+                self.all_max(0)  # waits for all
             distributed.destroy_process_group()
 
     def send_job(self, job: Any) -> None:
-        """Send the other ranks a TrainJob, or the exit code if there is nothing to train.
-
-        Only rank 0 sends, and only its first call counts.
-        """
+        """Send config and id of a run, or an exit code; only the first call of rank 0 counts."""
         if self.is_first and self._job_group is not None:
-            self._exchange_job(job)
+            self.exchange_job(job)
 
-    def receive_job(self) -> Any:
-        """Wait for rank 0's job."""
-        return self._exchange_job(None)
-
-    def _exchange_job(self, job: Any) -> Any:
+    def exchange_job(self, job: Any = None) -> Any:
+        """Return rank 0's job: rank 0 gives it, the others wait for it."""
         from torch import distributed
 
         jobs, group, self._job_group = [job], self._job_group, None
@@ -159,16 +148,8 @@ class Ranks:
         receives the reason here.
         """
         self.connect("cpu")
-        if not isinstance(self.receive_job(), int):
+        if not isinstance(self.exchange_job(), int):
             self.all_gather(reason)
-
-    def broadcast(self, value: Any, device: str) -> Any:
-        """Return rank 0's value on every rank, tensors one by one because they may be large."""
-        if self.count == 1:
-            return value
-        from qkablate.training.distributed.broadcast import broadcast
-
-        return broadcast(value, device, self.is_first)
 
     def shard(self, items: Sequence[T]) -> Sequence[T]:
         """Return this rank's share."""
@@ -194,12 +175,6 @@ class Ranks:
         largest = torch.tensor(number, dtype=torch.int64)
         distributed.all_reduce(largest, distributed.ReduceOp.MAX)
         return int(largest)
-
-    def all_min(self, number: int) -> int:
-        return -self.all_max(-number)
-
-    def barrier(self) -> None:
-        self.all_max(0)
 
     def all_gather(self, value: T) -> list[T]:
         """Return the values of all ranks, in order of rank."""
@@ -256,18 +231,12 @@ class Ranks:
         from torch.nn import Module
         from torch.nn.parallel import DistributedDataParallel
 
-        class Loss(Module):
-            def __init__(self) -> None:
-                super().__init__()
-                self.model = model
-
-            def forward(self, *inputs: Any) -> "Tensor":
-                return loss(*inputs)
-
+        module = Module()
+        module.model, module.forward = model, loss
         with warnings.catch_warnings():  # torch 2.13 renames broadcast_buffers
             warnings.simplefilter("ignore", FutureWarning)
             return DistributedDataParallel(
-                Loss(), broadcast_buffers=False, gradient_as_bucket_view=True
+                module, broadcast_buffers=False, gradient_as_bucket_view=True
             )
 
     def sync_gradients(self, loss: Any, enabled: bool) -> AbstractContextManager[Any]:

@@ -9,9 +9,9 @@ import torch
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard, register_fsdp_forward_method
 from torch.distributed.tensor import DTensor, distribute_tensor
+from torch.utils._pytree import tree_map_only
 
 from qkablate.models.base import Model
-from qkablate.training.distributed.broadcast import map_instances
 
 
 def shard_model(model: Model, device: str, count: int) -> None:
@@ -50,4 +50,4 @@ def unshard(value: Any, keep: bool = True) -> Any:
         full: torch.Tensor = tensor.full_tensor().detach()
         return full.cpu() if keep else None
 
-    return map_instances(value, DTensor, gather)
+    return tree_map_only(DTensor, gather, value)

@@ -1,58 +1,63 @@
-"""Inputs of the diagnostics: the same for every run on the same data and context."""
+"""Diagnostics and attention map of a run; their inputs are the same for the same data and context.
+
+Shape suffixes: N windows, L layers, H heads, T tokens.
+"""
 
 import copy
-import functools
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from qkablate.attention import Attention
 from qkablate.config import Config, DataConfig, check
 from qkablate.data import TASKS, Data, corpus
-from qkablate.diagnostics import DiagnosticPanel
+from qkablate.diagnostics import DiagnosticPanel, attention_weights
 from qkablate.diagnostics.panel import LENGTH, TOKENS
 from qkablate.errors import UserError, print_stderr
 from qkablate.models.base import AttentionLayer, Model
 from qkablate.randomness import named_generator
-from qkablate.runs.records import read_config
+from qkablate.runs import attention_map
+from qkablate.runs.attention_map import AttentionMapHeader
 from qkablate.training import checkpoint, hardware
-from qkablate.training.distributed.ranks import Ranks
 from qkablate.training.resolve import RunPlan
 from qkablate.training.warm_start.restore import RestoredRun
 
 _MAX_TASK_TOKENS, _MAX_TASK_VOCABULARY = 2**20, 2**14  # of a task generated for diagnostics
 
 
-class DiagnosticsRecorder:
-    """Diagnostics of one run's model while it trains."""
+def make_panel(plan: RunPlan, model: Model) -> DiagnosticPanel:
+    """Return the panel that measures the model of a run while it trains."""
+    config = plan.config
+    return DiagnosticPanel(
+        model,
+        validation_tokens(plan.data, config.model.context).to(config.device),
+        starts=initial_layers(model, config, plan.run.start),
+        autocast=lambda: hardware.autocast(config),
+    )
 
-    def __init__(self, plan: RunPlan, model: Model, ranks: Ranks) -> None:
-        self._plan, self._model = plan, model
-        self._enabled = not ranks.has_sharded_weights(plan.config)
 
-    def is_due(self, step: int) -> bool:
-        """Return whether diagnostics are recorded at a step."""
-        every = self._plan.config.diagnostics.every
-        assert isinstance(every, int)
-        is_last = step == self._plan.config.train.steps
-        return self._enabled and every > 0 and (step % every == 0 or is_last)
-
-    def row(self) -> dict[str, dict[str, list[Any]]]:
-        """Return the diagnostics of the model as it is now."""
-        return self._panel.row()
-
-    @functools.cached_property
-    def _panel(self) -> DiagnosticPanel:
-        config = self._plan.config
-        return DiagnosticPanel(
-            self._model,
-            validation_tokens(self._plan.data, config.model.context).to(config.device),
-            starts=initial_layers(self._model, config, self._plan.run.start),
-            autocast=lambda: hardware.autocast(config),
-        )
+def record_attention(plan: RunPlan, write: Callable[..., None], model: Model, step: int) -> None:
+    """Write the attention of a model on one text after `step` steps; draws no random numbers."""
+    config, shape = plan.config, plan.config.model
+    length = attention_map.token_count(shape.layers, shape.heads, shape.context)
+    if not length:
+        return
+    tokens_T = validation_tokens(plan.data, shape.context)[0, :length]
+    training = model.training
+    model.eval()
+    try:
+        # In full precision, as `qkablate inspect` computes it.
+        with torch.autocast(config.device.partition(":")[0], enabled=False):
+            a_LHTT = attention_weights(model, tokens_T.to(config.device)).cpu().numpy()
+    finally:
+        model.train(training)
+    if np.isfinite(a_LHTT).all():  # otherwise the loop will report divergence
+        header = AttentionMapHeader(plan.run.id, step, plan.data.fingerprint)
+        a_LHTT = attention_map.quantize(a_LHTT)
+        write(attention_map.write_attention_map, header, tokens_T.numpy(), a_LHTT)
 
 
 def validation_tokens(data: Data, context: int) -> Tensor:
@@ -74,7 +79,7 @@ def initial_layers(model: Model, config: Config, folder: Path) -> Iterator[Atten
         return
     for path in checkpoint.find_checkpoints(folder):
         try:
-            weights = checkpoint.load_weights(path, "cpu").weights
+            weights = checkpoint.load_weights(path).weights
             layers = [_with_weights(layer, weights) for layer in model.attention_layers()]
         except (OSError, ValueError, TypeError, KeyError, RuntimeError):
             continue
@@ -99,7 +104,7 @@ def choose_tokens(restored: RestoredRun, cache: str) -> tuple[Tensor, str]:
     the cache; otherwise the tokens are random.
     """
     context = restored.config.model.context
-    fingerprint = str(read_config(restored.folder)["identity"].get("data_fingerprint"))
+    fingerprint = str(restored.identity.get("data_fingerprint"))
     folder = corpus.cache_dir(DataConfig(cache=cache))
     data: Data | None = corpus.find_corpus(fingerprint, folder) or _find_task(
         restored.config, fingerprint

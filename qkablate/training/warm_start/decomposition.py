@@ -109,18 +109,13 @@ def scratch_overrides(plan: RunPlan, overrides: list[str], compose: Compose) -> 
     resolved = flatten(
         hardware.resolve(compose([*words, *sizes, f"train.steps={config.train.steps}"]))
     )
-    defaults = flatten(Config())
+    defaults = {key: value for key, value in flatten(Config()).items() if key.startswith("model.")}
+    expected = {**resolved, **defaults, "train.steps": 1000}  # the meaning of auto
+    ignored = {"tracking", "variant", "init_from", "threads", "diagnostics"}
+    if config.optim.schedule != "wsd":
+        ignored.add("optim.cooldown")
     for key, value in flatten(config).items():
-        section = key.partition(".")[0]
-        if key == "train.steps":
-            is_needed = value != 1000  # the meaning of auto
-        elif section == "model":
-            is_needed = value != defaults[key]
-        else:
-            is_needed = value != resolved[key]
-        is_ignored = section in ("tracking", "variant", "init_from", "threads", "diagnostics")
-        is_ignored |= key == "optim.cooldown" and config.optim.schedule != "wsd"
-        if is_needed and not is_ignored:
+        if value != expected[key] and not {key, key.partition(".")[0]} & ignored:
             words.append(f"{key}={as_quoted(value)}")
     return words
 
@@ -134,14 +129,16 @@ def _make_overrides(parent: Config, set_keys: Collection[str], steps: int) -> li
     """Return the overrides, besides those given, for a config of the parent's size."""
     overrides = [f"model.{key}={as_word(value)}" for key, value in vars(parent.model).items()]
     overrides.append(f"train.steps={steps}")
-    if not {"train", "train.eval_every"} & {*set_keys}:  # diagnostics.every may depend on it
-        overrides.append(f"train.eval_every={parent.train.eval_every}")
     if parent.data.source in TASKS or {f"data.{key}" for key in _SOURCES} & {*set_keys}:
         overrides.append(f"data={parent.data.source}")
-    if not {"optim", "optim.schedule"} & {*set_keys}:
-        overrides.append(f"optim.schedule={parent.optim.schedule}")
-    if not {"optim", "optim.lr"} & {*set_keys}:
-        overrides.append(f"optim.lr={_finetune_lr(parent)!r}")
+    defaults = {
+        "train.eval_every": parent.train.eval_every,  # diagnostics.every may depend on it
+        "optim.schedule": parent.optim.schedule,
+        "optim.lr": _finetune_lr(parent),
+    }
+    for key, value in defaults.items():
+        if not {key, key.partition(".")[0]} & {*set_keys}:
+            overrides.append(f"{key}={value}")
     return overrides
 
 
@@ -178,9 +175,8 @@ def _make_finetune_config(
         config,
         train=dataclasses.replace(config.train, tokens=None, fsdp=False),
         init_from=InitFromConfig(run=str(parent.folder)),
-        tracking=dataclasses.replace(requested.tracking, group=group),
+        tracking=dataclasses.replace(config.tracking, group=group),
         device=config.device if "device" in set_keys else config.device.partition(":")[0],
-        out=requested.out,
     )
 
 
@@ -189,13 +185,11 @@ def _make_scratch_config(
 ) -> Config:
     """Return the config that trains the requested variant from scratch, as the parent was."""
     data_keys = {key for key in set_keys if key.startswith("data.")}
-    config = _replace_keys(parent.config, requested, _USER_KEYS | data_keys)
+    config = _replace_keys(parent.config, requested, _USER_KEYS | data_keys | {"variant"})
     return dataclasses.replace(
         config,
-        variant=requested.variant,
-        tracking=dataclasses.replace(requested.tracking, group=None, job_type=None, tags=[]),
+        tracking=dataclasses.replace(config.tracking, group=None, job_type=None, tags=[]),
         device=config.device.partition(":")[0],
-        out=requested.out,
     )
 
 

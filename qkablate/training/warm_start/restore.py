@@ -68,7 +68,6 @@ def restore(
     variant_file: str | None = None,
     qk: str | None = None,
     ov: str | None = None,
-    device: str = "cpu",
     weights: str | None = None,
     step: int | None = None,
     load: bool = True,
@@ -78,25 +77,25 @@ def restore(
     `weights` is a sha256. `variant_file`, `qk` and `ov` name the run's external circuits. Unless
     `load`, everything is checked, but the model stays on the meta device.
     """
-    config, identity = _read_config(folder)
+    config, content = _read_config(folder / "config.yaml")
+    identity = content["identity"]
     config = _resolve_external(config, identity["circuits_from_outside"], variant_file, qk, ov)
     # The only recorded values that shape the model, so that they must be valid.
     check(Config(variant=config.variant, model=config.model))
-    model = _build(config, identity["vocabulary"], device, folder).eval()
-    path, restored = _newest_checkpoint(folder, weights, step, device)
+    model = _build(config, identity["vocabulary"], folder).eval()
+    path, restored = _newest_checkpoint(folder, weights, step)
     check_shapes(model, restored, folder)
     try:
-        check_identity(read_config(folder))
+        check_identity(content)
     except (ValueError, LookupError, TypeError, AttributeError) as error:
         raise UserError(f"'{folder / 'config.yaml'}' is damaged: {error}") from None
     if load:
-        model.to_empty(device=device).load_state_dict(restored.weights)
+        model.to_empty(device="cpu").load_state_dict(restored.weights)
     return RestoredRun(folder, config, identity, path, restored.progress.step, model)
 
 
-def _read_config(folder: Path) -> tuple[Config, dict[str, Any]]:
-    """Read the frozen config and the identity; raise UserError for wrong types."""
-    path = folder / "config.yaml"
+def _read_config(path: Path) -> tuple[Config, dict[str, Any]]:
+    """Return a frozen config and the content of its file; raise UserError for wrong types."""
     from omegaconf import OmegaConf
     from omegaconf.errors import OmegaConfBaseException
 
@@ -104,16 +103,17 @@ def _read_config(folder: Path) -> tuple[Config, dict[str, Any]]:
         raise UserError(f"'{path.parent}' is not a run folder: it has no {path.name}")
     try:
         content = read_config(path.parent)
-        identity = content.pop("identity")
-        external, vocabulary = identity["circuits_from_outside"], identity["vocabulary"]
-        del content["id"]
+        values = {key: value for key, value in content.items() if key != "identity"}
+        del values["id"]
+        external = content["identity"]["circuits_from_outside"]
+        vocabulary = content["identity"]["vocabulary"]
         if not isinstance(vocabulary, int) or not 1 <= vocabulary < 2**31:
             raise ValueError(f"a vocabulary of {vocabulary!r}")
         if not all(isinstance(word, str) for pair in external.items() for word in pair):
             raise ValueError("circuits_from_outside are not names and hashes")
-        config = OmegaConf.to_object(OmegaConf.merge(OmegaConf.structured(Config), content))
+        config = OmegaConf.to_object(OmegaConf.merge(OmegaConf.structured(Config), values))
         assert isinstance(config, Config)
-        return config, identity
+        return config, content
     except OmegaConfBaseException as error:
         reason = explain(error)
     except ValueError as error:
@@ -128,13 +128,19 @@ def _resolve_external(
 ) -> Config:
     """Put the circuits that the user named into the config; they must be the recorded ones."""
     variant = config.variant
+    name = variant.file and Path(variant.file).stem  # a circuit's name is its file's
     sides = ("qk", variant.qk, qk, QK_CIRCUITS), ("ov", variant.ov, ov, OV_CIRCUITS)
-    for key, trained, requested, _ in sides:
+    for key, trained, requested, built_in in sides:
+        if requested is None and trained not in (*built_in, name):
+            raise UserError(
+                f"variant.{key}: this run was trained with '{trained}' of an installed package;"
+                f" give variant.{key}={trained}, because a run's package is imported only on"
+                " request"
+            )
         if requested not in (None, trained):
             raise UserError(
                 f"variant.{key}: this run was trained with '{trained}', not '{requested}'"
             )
-    name = variant.file and Path(variant.file).stem  # a circuit's name is its file's
     if name is None and file is not None:
         raise UserError("variant.file: given, but this run was trained with no circuit from a file")
     if name is not None:
@@ -146,13 +152,6 @@ def _resolve_external(
                 " variant.file=PATH, because a run's file is imported only on request"
             )
         _check_file(file, name, recorded[name])
-    for key, trained, requested, built_in in sides:
-        if trained not in built_in and trained != name and requested is None:
-            raise UserError(
-                f"variant.{key}: this run was trained with '{trained}' of an installed package;"
-                f" give variant.{key}={trained}, because a run's package is imported only on"
-                " request"
-            )
     config, hashes = resolve_circuits(replace(config, variant=replace(variant, file=file)))
     if hashes != recorded:
         names = ", ".join({**recorded, **hashes})
@@ -173,7 +172,7 @@ def _check_file(file: str, name: str, sha256: str) -> None:
 
 
 def _newest_checkpoint(
-    folder: Path, weights: str | None, step: int | None, device: str
+    folder: Path, weights: str | None, step: int | None
 ) -> tuple[Path, checkpoint.Checkpoint]:
     """Load the newest intact checkpoint, or the one with these weights or at this step."""
     paths = checkpoint.find_checkpoints(folder / "checkpoints")
@@ -191,7 +190,7 @@ def _newest_checkpoint(
         try:
             if weights is not None and weights != checkpoint.weights_sha256(path):
                 continue
-            loaded = checkpoint.load_weights(path, device)
+            loaded = checkpoint.load_weights(path)
         except (OSError, ValueError, TypeError) as error:
             damaged.append(f"checkpoint '{path}' is damaged ({error})")
             continue
@@ -203,11 +202,10 @@ def _newest_checkpoint(
     raise UserError("; ".join(damaged))
 
 
-def _build(config: Config, vocabulary: int, device: str, folder: Path) -> Model:
+def _build(config: Config, vocabulary: int, folder: Path) -> Model:
     try:
         with torch.device("meta"):
-            kind = torch.device(device).type
-            return build_model(config.model, config.variant, vocabulary, device=kind)
+            return build_model(config.model, config.variant, vocabulary, device="cpu")
     except UserError:
         raise
     except Exception as error:  # of values that are valid one by one, but not together

@@ -5,6 +5,7 @@ a parent that is trained further or deleted changes nothing.
 """
 
 import dataclasses
+import itertools
 
 import torch
 
@@ -31,6 +32,7 @@ from qkablate.models.catalogue import make_attention
 from qkablate.runs.records import is_number, read_json, write_json
 from qkablate.runs.run import Run, find_run, run_id
 from qkablate.training import checkpoint, hardware
+from qkablate.training.feed import batch_reader
 from qkablate.training.warm_start.restore import RestoredRun, check_shapes, restore
 
 TOKENS = 64  # read per dimension of the stream, many more than its second moment has directions
@@ -111,12 +113,11 @@ def project_parent(parent: Model, model: Model, config: Config, data: Data) -> l
     that the same run always begins with the same weights.
     """
     prefixes = tuple(f"{layer.name}." for layer in model.attention_layers())
-    circuits = {name for name, _ in model.named_parameters() if name.startswith(prefixes)}
     weights = parent.state_dict()
     rest = {name: value for name, value in weights.items() if not name.startswith(prefixes)}
-    missing = model.load_state_dict(rest, strict=False)
-    assert {*missing.missing_keys} == circuits
-    assert not missing.unexpected_keys
+    differences = model.load_state_dict(rest, strict=False)
+    assert all(name.startswith(prefixes) for name in differences.missing_keys)
+    assert not differences.unexpected_keys
     sources, targets = (
         [layer.module for layer in side.attention_layers()] for side in (parent, model)
     )
@@ -131,28 +132,20 @@ def project_parent(parent: Model, model: Model, config: Config, data: Data) -> l
 
 def _read_batches(model: Model, config: Config, data: Data) -> None:
     """Pass the first batches of the run through the model."""
-    batches = data.batches(
-        seed=config.seeds.data,
-        batch_size=config.train.batch_size,
-        grad_accum=config.train.grad_accum,
-        context=config.model.context,
-    )
-    required, read, step = TOKENS * config.model.d_model, 0, config.init_from.step or 0
-    while read < required:
-        for batch in batches.step(step):
+    batches, required, read = batch_reader(config, data), TOKENS * config.model.d_model, 0
+    for step in itertools.count():
+        for batch in batches(step):
             model.hidden(*batch.inputs)
             read += batch.tokens_NT.numel()
-        step += 1
+        if read >= required:
+            return
 
 
 def load_or_project(run: Run, config: Config, data: Data, model: Model) -> checkpoint.Checkpoint:
-    """Load the initial weights from the run's folder, or project the parent and write them there.
-
-    `model` is the run's, without values.
-    """
+    """Load the initial weights from the run's folder, or project them to `model` and write them."""
     for path in checkpoint.find_checkpoints(run.start):
         try:
-            weights = checkpoint.load_weights(path, "cpu")
+            weights = checkpoint.load_weights(path)
         except (OSError, ValueError, TypeError) as error:
             print_stderr(f"qkablate: {path} is damaged ({error}): not used")
             continue
@@ -172,10 +165,7 @@ def load_or_project(run: Run, config: Config, data: Data, model: Model) -> check
 def load_projection_losses(
     run: Run, config: Config, data: Data, model: Model, parent: Model
 ) -> list[ProjectionLoss]:
-    """Load what each layer's projection lost, or compute it again without an intact file.
-
-    `model` is the run's, without values.
-    """
+    """Load what each layer's projection lost, or compute it again with the run's empty `model`."""
     try:
         content = read_json(run.start / _LOSSES_FILE)
         losses = [ProjectionLoss(**{**loss, "heads": tuple(loss["heads"])}) for loss in content]

@@ -1,12 +1,21 @@
-"""Records of the test split: losses by document, n-grams and compressor, accuracy."""
+"""Records of the test split: losses by document, n-grams, compressor, accuracy; predictions."""
 
 import json
+import signal
 
+import numpy as np
 import pytest
+import torch
+from torch.nn import functional as F
 
+from qkablate.data import IGNORE
+from qkablate.data.batches import Batch, evenly_spaced, spread_windows
+from qkablate.runs import predictions
 from qkablate.runs.document_losses import FILE_NAME, read_document_losses
+from qkablate.training.recorders.evaluation import find_answer_positions
 from qkablate.training.result import summarize
-from tests.training.helpers import run_folder
+from qkablate.training.warm_start import restore
+from tests.training.helpers import run_folder, wait_for
 
 
 def make_documents(folder, lengths):
@@ -78,3 +87,166 @@ def test_summary_in_wandb_has_references_and_chance():
     assert summarize(task)["final/test_accuracy"] == 0.4
     assert summarize(task)["final/chance_accuracy"] == 0.1
     assert "text/lzma" not in summarize(task)
+
+
+def contents(folder):
+    return {step: path.read_bytes() for step, path in predictions.find_predictions(folder).items()}
+
+
+def course(folder):
+    rows = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    clocks = ("seconds", "perf/tokens_per_second", "perf/mfu", "crc32")
+    return [{k: v for k, v in row.items() if k not in clocks} for row in rows]
+
+
+def test_predictions_are_recorded_at_evaluations(qkablate, tiny, tmp_path):
+    assert qkablate("train", *tiny).code == 0
+    files = predictions.find_predictions(run_folder(tmp_path))
+    assert [*files] == [0, 6, 12]
+    for step, path in files.items():
+        about, _ = predictions.read_predictions(path)
+        assert (about.step, about.run) == (step, run_folder(tmp_path).name.rpartition("-")[2])
+
+
+def test_predictions_are_the_models_log_probabilities(qkablate, tiny, tmp_path):
+    """Compare with the weights of the last checkpoint, window by window."""
+    assert qkablate("train", *tiny, "model.dropout=0.3", "precision=fp32").code == 0
+    folder = run_folder(tmp_path)
+    about, log_PV = predictions.read_predictions(predictions.find_predictions(folder)[12])
+    model = restore.restore(folder).model
+    tokens = next((tmp_path / "cache").glob("*/val.bin"))
+    data = np.fromfile(tokens, dtype=np.uint8 if model_fits(model) else np.uint16)
+    windows = (len(data) - 1) // 16
+    count = min(512, windows)
+    firsts = [16 * ((2 * i + 1) * windows // (2 * count)) for i in range(count)]
+    every = [(first, position) for first in firsts for position in range(16)]
+    answers = [every[(2 * i + 1) * len(every) // (2 * 1024)] for i in range(1024)]
+    assert about.positions == 1024
+    for row in range(0, 1024, 37):
+        first, position = answers[row]
+        window = torch.from_numpy(data[first : first + position + 1].astype(np.int64))[None]
+        with torch.no_grad():
+            expected = F.log_softmax(model(window)[0, -1], dim=-1).numpy()
+        assert log_PV[row] == pytest.approx(expected, abs=2e-5)
+
+
+def model_fits(model):
+    return model.token_embedding.num_embeddings <= 256
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+def test_recording_changes_no_numbers(qkablate, tiny, tmp_path, precision):
+    words = [*tiny, "model.dropout=0.1", f"precision={precision}"]
+    for every in ("0", "1", "5", "auto"):
+        assert qkablate("train", *words, f"diagnostics.every={every}", f"out=e{every}").code == 0
+    folders = {every: run_folder(tmp_path, f"e{every}") for every in ("0", "1", "5", "auto")}
+    assert [*predictions.find_predictions(folders["0"])] == []
+    assert not (folders["0"] / "predictions").exists()
+    assert [*predictions.find_predictions(folders["5"])] == [0, 5, 10, 12]
+    assert [*predictions.find_predictions(folders["1"])] == [*range(13)]
+    assert len({folder.name for folder in folders.values()}) == 1  # the same run
+    for other in folders.values():
+        losses = [row for row in course(other) if "diagnostics" not in row]
+        assert losses == [row for row in course(folders["0"]) if "diagnostics" not in row]
+        weights = [
+            (folder / "checkpoints/step-00000012/weights.safetensors").read_bytes()
+            for folder in (other, folders["0"])
+        ]
+        assert weights[0] == weights[1]
+    both = contents(folders["1"])
+    assert {**both, **contents(folders["auto"])} == both
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("data", [[], ["data=recall", "data.pairs=3", "data.vocab_size=20"]])
+def test_positions_depend_on_data_and_context_only(qkablate, tiny, tmp_path, data):
+    words = [*(word for word in tiny if "data" not in word or not data), *data, "out=o"]
+    for changed in (["seed=1"], ["variant=merged_w", "train.batch_size=4"], ["model.d_model=8"]):
+        assert qkablate("train", *words, *changed).code == 0
+    assert qkablate("train", *words, "model.context=12", "out=other").code == 0
+    abouts = [
+        predictions.read_predictions(predictions.find_predictions(folder)[12])[0]
+        for folder in (tmp_path / "o" / "runs").iterdir()
+    ]
+    assert len(abouts) == 3
+    shared = {(a.positions_sha256, a.data_fingerprint, a.positions, a.context) for a in abouts}
+    assert len(shared) == 1
+    other, _ = predictions.read_predictions(
+        predictions.find_predictions(run_folder(tmp_path, "other"))[12]
+    )
+    assert other.positions_sha256 != abouts[0].positions_sha256
+
+
+@pytest.mark.slow
+def test_killed_run_writes_the_same_files(qkablate, spawn, tiny, tmp_path):
+    words = [*tiny, "variant=merged_w", "model.dropout=0.1", "train.checkpoint_every=5"]
+    words += ["diagnostics.every=1"]
+    assert qkablate("train", *words, "out=calm").code == 0
+    expected = contents(run_folder(tmp_path, "calm"))
+    assert len(expected) == 13
+    files = (tmp_path / "rough").glob
+    for moment in (1, 4, 8):
+        process = spawn("train", *words, "out=rough")
+        wait_for(
+            lambda moment=moment: len([*files("runs/*/predictions/step-*")]) >= moment, process
+        )
+        process.send_signal(signal.SIGKILL)
+        process.wait()
+    assert qkablate("train", *words, "out=rough").code == 0
+    folder = run_folder(tmp_path, "rough")
+    assert contents(folder) == expected
+    assert len([*(folder / "predictions").iterdir()]) == 13
+
+
+@pytest.mark.slow
+def test_rerun_keeps_predictions_of_earlier_attempt(qkablate, tiny, tmp_path):
+    assert qkablate("train", *tiny).code == 0
+    before = contents(run_folder(tmp_path))
+    assert qkablate("train", *tiny, "--rerun").code == 0
+    folder = run_folder(tmp_path)
+    assert contents(folder / "attempts" / "1") == before == contents(folder)
+
+
+def test_linked_file_is_refused(qkablate, tiny, tmp_path):
+    assert qkablate("train", *tiny).code == 0
+    folder = run_folder(tmp_path)
+    (tmp_path / "elsewhere").mkdir()
+    for path in (folder / "predictions").iterdir():
+        path.unlink()
+    (folder / "predictions" / "step-00000000.safetensors").symlink_to(tmp_path / "elsewhere/x")
+    done = qkablate("train", *tiny)
+    assert done.code == 2
+    assert "is a link" in done.err
+    assert not [*(tmp_path / "elsewhere").iterdir()]
+
+
+# Positions
+
+
+@pytest.mark.parametrize(("count", "among"), [(1, 1), (3, 10), (10, 10), (20, 10), (4, 0)])
+def test_evenly_spaced_is_sorted_and_centered(count, among):
+    positions = [*evenly_spaced(count, among)]
+    assert len(positions) == min(count, among)
+    assert positions == sorted({*positions})
+    assert all(0 <= position < among for position in positions)
+    if positions:
+        assert abs((positions[0] + positions[-1]) / 2 - (among - 1) / 2) <= 1
+
+
+def test_windows_are_those_of_an_evaluation():
+    data = np.arange(1000)
+    batch = spread_windows(data, count=5, context=7)
+    assert batch.tokens_NT.shape == batch.targets_NA.shape == (5, 7)
+    assert (batch.tokens_NT[:, 0] % 7 == 0).all()
+    assert torch.equal(batch.tokens_NT + 1, batch.targets_NA)
+    assert spread_windows(data, count=10**6, context=7).tokens_NT.shape == (999 // 7, 7)
+    assert spread_windows(data[:8], count=3, context=7).tokens_NT.tolist() == [[*range(7)]]
+
+
+def test_positions_are_those_of_counted_answers():
+    targets = torch.tensor([[1, IGNORE, 2], [IGNORE, IGNORE, 3]])
+    batch = Batch((torch.zeros(2, 9),), targets, torch.tensor([[4, 0, 7], [0, 0, 8]]))
+    assert [one.tolist() for one in find_answer_positions(batch, 10)] == [[0, 0, 1], [4, 7, 8]]
+    rows, columns = find_answer_positions(batch._replace(positions_NA=None), 2)
+    assert [rows.tolist(), columns.tolist()] == [[0, 1], [0, 2]]
