@@ -4,7 +4,7 @@ import dataclasses
 import functools
 import hashlib
 import json
-import math
+import sys
 from collections.abc import Mapping
 from contextlib import suppress
 from types import UnionType
@@ -52,7 +52,7 @@ def _convert(kind: Any, value: Any, where: str) -> Any:
         return {key: _convert(arguments[1], item, _join(where, key)) for key, item in value.items()}
     elif (
         (origin is Literal and value in arguments)
-        or (kind is float and type(value) in (int, float) and math.isfinite(value))
+        or (kind is float and type(value) in (int, float) and abs(value) <= sys.float_info.max)
         or (kind in (str, int, bool, type(None)) and type(value) is kind)
     ):
         return value

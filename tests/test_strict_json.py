@@ -49,6 +49,7 @@ def test_values_become_dataclasses():
         ({"parts": [{"kind": "a", "margin": "1"}]}, r"parts\[0\].margin is not of type float"),
         ({"parts": [{"kind": "a", "margin": float("nan")}]}, "margin is not of type float"),
         ({"parts": [{"kind": "a", "margin": float("inf")}]}, "margin is not of type float"),
+        ({"parts": [{"kind": "a", "margin": 10**400}]}, "margin is not of type float"),
         ({"parts": [{}]}, r"parts\[0\].kind is missing"),
         ({"parts": [3]}, r"parts\[0\] is not of type Part"),
         ({"seeds": [1, None]}, r"seeds\[1\] is not of type int"),
