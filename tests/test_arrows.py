@@ -35,18 +35,8 @@ ALLOWED = {
         *("attention", "data", "runs", "tracking"),
     },
     "cli": {
-        *(
-            "api",
-            "compose",
-            "dashboard",
-            "report",
-            "analysis",
-            "verify",
-            "sweeps",
-            "training",
-            "diagnostics",
-        ),
-        *("models", "attention", "data", "runs", "tracking"),
+        *("api", "compose", "dashboard", "report", "analysis", "verify", "sweeps", "training"),
+        *("diagnostics", "models", "attention", "data", "runs", "tracking"),
     },
     "__main__": {"cli"},
 }
@@ -214,7 +204,7 @@ def test_the_package_imports_nothing_before_it_is_used():
     code = (
         "import sys, qkablate\n"
         "dir(qkablate), qkablate.__all__, qkablate.UserError\n"
-        "heavy = {'torch', 'hydra', 'omegaconf', 'wandb', 'datasets', 'numpy', 'scipy', 'pyarrow'}\n"
+        "heavy = {'torch', 'hydra', 'omegaconf', 'wandb', 'datasets', 'numpy', 'scipy'}\n"
         "heavy &= set(sys.modules)\n"
         "sys.exit(str(heavy) if heavy else 0)"
     )

@@ -26,7 +26,7 @@ MANY = 10_000  # runs: more need the command's --yes
 
 @dataclass(frozen=True)
 class SweepOutcome:
-    """How a session of a sweep ended."""
+    """Outcome of a session of a sweep."""
 
     code: int  # 0: every run is done or has diverged; 1: some are not; 128 + signal: stopped
     manifest: Manifest

@@ -26,10 +26,12 @@ def train(*, rerun: bool = False, **keys: Any) -> "Record":
     >>> run = train(variant="merged_w", seed=1, **{"train.steps": 300})
     """
     from qkablate.api.read import load_runs
+    from qkablate.data.corpus import check_available
 
     jobs = compose_jobs(format_words(keys))
     if len(jobs) > 1:
         raise UserError("these are several runs; qkablate.sweep trains a grid")
+    check_available(jobs[0].config.data)
     try:
         plan, _ = train_config(jobs[0].config, rerun=rerun)
     except Stopped as stopped:
