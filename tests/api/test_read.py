@@ -1,9 +1,12 @@
 """Runs, curves and gaps read from disk."""
 
+import shutil
+
 import pytest
 
 import qkablate as api
 from tests.api.helpers import as_keys
+from tests.conftest import TINY
 
 COLUMNS = [
     *("run", "arm", "variant", "d_model", "heads", "seed", "lr"),
@@ -11,10 +14,22 @@ COLUMNS = [
 ]
 
 
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory):
+    """Return the outputs of one run of each of two variants."""
+    folder = tmp_path_factory.mktemp("trained")
+    (folder / "text.txt").write_text("the cat sat on the mat\n" * 2000, encoding="utf-8")
+    data = {"data": "text", "data.path": folder / "text.txt", "data.cache": folder / "cache"}
+    for name in ("standard", "no_q"):
+        api.train(variant=name, out=folder / "outputs", **as_keys(TINY), **data)
+    return folder / "outputs"
+
+
 @pytest.fixture
-def two(tiny):
-    keys = as_keys(tiny)
-    return [api.train(variant=name, **keys) for name in ("standard", "no_q")]
+def two(trained, tmp_path):
+    """Return the two runs, standard first, in a copy of the outputs."""
+    shutil.copytree(trained, tmp_path / "outputs")
+    return api.load_runs(sorted((tmp_path / "outputs" / "runs").iterdir(), reverse=True))
 
 
 def test_runs_are_found_in_outputs_and_by_folder(two, tmp_path, monkeypatch):
