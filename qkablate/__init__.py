@@ -43,11 +43,13 @@ _MODULES = {
 }
 
 
-def __getattr__(name: str) -> Any:
-    """Import a name of the API."""
-    if name not in _MODULES:
-        raise AttributeError(f"module 'qkablate' has no attribute '{name}'")
-    return getattr(import_module(f"qkablate.{_MODULES[name]}"), name)
+if not TYPE_CHECKING:  # with it, type checkers would accept any name
+
+    def __getattr__(name: str) -> Any:
+        """Import a name of the API."""
+        if name not in _MODULES:
+            raise AttributeError(f"module 'qkablate' has no attribute '{name}'")
+        return getattr(import_module(f"qkablate.{_MODULES[name]}"), name)
 
 
 def __dir__() -> list[str]:

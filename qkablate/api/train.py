@@ -33,9 +33,11 @@ def train(*, rerun: bool = False, **keys: Any) -> "Record":
         raise UserError("these are several runs; qkablate.sweep trains a grid")
     check_available(jobs[0].config.data)
     try:
-        plan, _ = train_config(jobs[0].config, rerun=rerun)
+        plan, outcome = train_config(jobs[0].config, rerun=rerun)
     except Stopped as stopped:
         raise make_interrupt(stopped.exit_code) from None
+    if outcome.signal:  # too late to stop this run, but not what follows it
+        raise make_interrupt(128 + outcome.signal)
     (record,) = load_runs(plan.run.folder)
     return record
 

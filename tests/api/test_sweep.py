@@ -87,3 +87,13 @@ def test_a_sweep_in_a_thread_works(keys):
     target.start()
     target.join()
     assert studies[0].is_complete
+
+
+def test_a_stopped_sweep_raises_and_a_later_call_resumes_it(keys, monkeypatch):
+    monkeypatch.setattr("qkablate.sweeps.running.launcher.Launcher.run", lambda self: 130)
+    with pytest.raises(KeyboardInterrupt):
+        api.sweep(seed=range(2), **keys)
+    study = api.load_sweep(out=keys["out"])
+    assert not study.is_complete
+    monkeypatch.setattr("qkablate.sweeps.running.launcher.Launcher.run", lambda self: 1)
+    assert api.sweep(seed=range(2), **keys).name == study.name

@@ -1,10 +1,13 @@
 """`qkablate.train` as a user calls it."""
 
+import signal
+
 import pytest
 
 import qkablate as api
 from qkablate.runs.lease import AlreadyRunning
 from qkablate.runs.run import Run
+from qkablate.training.loop import Trainer
 from tests.api.helpers import as_keys
 
 
@@ -73,3 +76,23 @@ def test_a_failure_is_a_record(keys, monkeypatch):
     run = api.train(**keys)
     assert (run.status, run.test) == ("failed", None)
     assert "no more" in run.reason
+
+
+@pytest.mark.parametrize(
+    ("number", "error"), [(signal.SIGINT, KeyboardInterrupt), (signal.SIGTERM, SystemExit)]
+)
+def test_a_signal_stops_the_run_and_the_program(keys, monkeypatch, number, error):
+    step = Trainer._step
+
+    def stop(self, *arguments):
+        if self.progress.step == 6:
+            signal.raise_signal(number)
+        return step(self, *arguments)
+
+    monkeypatch.setattr(Trainer, "_step", stop)
+    with pytest.raises(error):
+        api.train(**keys)
+    monkeypatch.setattr(Trainer, "_step", step)
+    (interrupted,) = api.load_runs(keys["out"])
+    assert interrupted.status == "interrupted"
+    assert api.train(**keys).status == "done"
