@@ -13,6 +13,7 @@ from pathlib import Path
 
 import pytest
 
+import qkablate as qkablate_package
 from qkablate.analysis.claims.parse import claim_names, load_claim
 from qkablate.cli import main
 
@@ -283,3 +284,13 @@ def test_variant_of_the_docs_is_verified_and_trained(qkablate, tiny, tmp_path):
     without = qkablate("verify", folders[1].name)
     assert (without.code, without.out) == (2, "")
     assert "give variant.file=PATH" in without.err
+
+
+def test_every_name_of_the_api_exists_and_is_documented():
+    page = (ROOT / "docs" / "python.md").read_text(encoding="utf-8")
+    for name in qkablate_package.__all__:
+        assert getattr(qkablate_package, name).__name__ == name
+        assert name in page
+        assert name in dir(qkablate_package)
+    with pytest.raises(AttributeError, match="'qkablate' has no attribute 'trian'"):
+        _ = qkablate_package.trian
