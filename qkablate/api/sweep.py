@@ -11,7 +11,6 @@ from qkablate.compose.grid import SweepRequest, read_request
 from qkablate.dashboard.sweep_run import make_sweep_tables
 from qkablate.disk import make_folder
 from qkablate.errors import UserError
-from qkablate.sweeps.engines.factory import check_engine, check_resources, open_engine
 from qkablate.sweeps.planning.manifest import Manifest, find_sweep, freeze
 from qkablate.sweeps.running import results
 from qkablate.sweeps.running.progress_table import ProgressTable
@@ -74,6 +73,7 @@ def plan_sweep(request: SweepRequest, command: list[str]) -> tuple[Manifest, lis
     """Return the manifest, and a slot for every run that can run at once."""
     from tqdm import tqdm
 
+    from qkablate.sweeps.engines.factory import check_engine, check_resources
     from qkablate.sweeps.planning.expand import Grid, expand_grid
     from qkablate.sweeps.planning.packing import pack
 
@@ -101,6 +101,7 @@ def run_sweep(
     manifest: Manifest, slots: list[str | None], request: SweepRequest, *, retry: bool
 ) -> SweepOutcome:
     """Train the runs that are not done."""
+    from qkablate.sweeps.engines.factory import open_engine
     from qkablate.sweeps.planning import text
     from qkablate.sweeps.running.launcher import Launcher
 
