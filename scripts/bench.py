@@ -29,7 +29,7 @@ import torch
 from compare_nanogpt import SHAPES, Shape, configure, get_corpus
 from hydra import initialize_config_dir
 
-from qkablate.cli.hydra.app import register
+from qkablate.compose.register import register
 from qkablate.config import Config, conf_dir, variants
 from qkablate.errors import UserError, nearest_hint
 from qkablate.models.catalogue import make_attention, resolve_circuits

@@ -27,7 +27,7 @@ from hydra import compose, initialize_config_dir
 from torch import Tensor
 
 from qkablate.attention.kernels import matmul
-from qkablate.cli.hydra.app import register
+from qkablate.compose.register import register
 from qkablate.config import Config, conf_dir, load, variants
 from qkablate.data.batches import sequential_batches
 from qkablate.data.corpus import Corpus

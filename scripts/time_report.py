@@ -17,8 +17,8 @@ import tempfile
 import time
 from pathlib import Path
 
-from qkablate.cli.hydra.configs import make_config, open_hydra
-from qkablate.cli.hydra.grid import read_request
+from qkablate.compose.configs import make_config, open_hydra
+from qkablate.compose.grid import read_request
 from qkablate.sweeps.planning.expand import Grid, expand_grid
 from qkablate.sweeps.planning.manifest import Manifest, SweepRun, freeze
 

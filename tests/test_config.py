@@ -7,9 +7,9 @@ import re
 import pytest
 from hydra import compose, initialize_config_dir
 
-from qkablate.cli.hydra.app import register
-from qkablate.cli.hydra.configs import make_config, open_hydra
-from qkablate.cli.hydra.words import split_words
+from qkablate.compose.configs import make_config, open_hydra
+from qkablate.compose.register import register
+from qkablate.compose.words import split_words
 from qkablate.config import (
     KEYS,
     Config,
@@ -29,7 +29,7 @@ from qkablate.config.sweep import SWEEP_KEYS
 from qkablate.config.table import RENAMED
 from qkablate.errors import UserError
 
-# Groups of sweeps (tests/cli/hydra/test_grid.py), engines (tests/sweeps) and claims
+# Groups of sweeps (tests/compose/test_grid.py), engines (tests/sweeps) and claims
 # (tests/analysis/claims).
 OTHERS = ("control", "engine", "sweep", "claim", "scale")
 OPTIONS = [

@@ -16,9 +16,9 @@ from reference import pages
 from qkablate.attention import OV_CIRCUITS, QK_CIRCUITS
 from qkablate.cli import VERBS
 from qkablate.cli.arguments import run_and_keys
-from qkablate.cli.hydra.configs import compose_jobs, open_hydra
-from qkablate.cli.hydra.grid import read_request
-from qkablate.cli.hydra.words import is_group
+from qkablate.compose.configs import compose_jobs, open_hydra
+from qkablate.compose.grid import read_request
+from qkablate.compose.words import is_group
 from qkablate.config import KEYS, is_key, variants
 from qkablate.config.sweep import SWEEP_KEYS
 from qkablate.errors import UserError

@@ -13,6 +13,7 @@ from pathlib import Path
 
 import pytest
 
+import qkablate as qkablate_package
 from qkablate.analysis.claims.parse import claim_names, load_claim
 from qkablate.cli import main
 
@@ -230,6 +231,24 @@ def test_every_claim_is_in_the_table_of_the_docs():
 
 
 @pytest.mark.slow
+def test_python_of_the_docs_runs(tmp_path):
+    """Run the blocks of the page in order, as a script, on less data and a smaller model."""
+    text = (ROOT / "docs" / "python.md").read_text(encoding="utf-8")
+    code = "\n".join(re.findall(r"```python\n(.*?)```", text, re.DOTALL))
+    smaller = {"model.layers": 1, "model.d_model": 16, "train.batch_size": 4, "train.steps": 4}
+    for key, value in {**smaller, "data.vocab_size": 12}.items():
+        code, count = re.subn(rf'("{key}": )\d+', rf"\g<1>{value}", code)
+        assert count == 1, key
+    (tmp_path / "page.py").write_text(code, encoding="utf-8")
+    done = subprocess.run([sys.executable, "page.py"], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    for line in ("done: test loss ", "variant: 'shared_q' is not one of ", "n=4", "2 gaps"):
+        assert line in done.stdout
+    for column in ("run, arm, variant, d_model, heads", "shared_qk-d16-h2", "standard | 4 d²"):
+        assert column in done.stdout
+
+
+@pytest.mark.slow
 def test_variant_of_the_readme_is_verified_and_trained(qkablate, tiny, tmp_path):
     code = re.search(r"```python\n(.*?)```", README, re.DOTALL)[1]
     assert len(code.splitlines()) < 25
@@ -265,3 +284,13 @@ def test_variant_of_the_docs_is_verified_and_trained(qkablate, tiny, tmp_path):
     without = qkablate("verify", folders[1].name)
     assert (without.code, without.out) == (2, "")
     assert "give variant.file=PATH" in without.err
+
+
+def test_every_name_of_the_api_exists_and_is_documented():
+    page = (ROOT / "docs" / "python.md").read_text(encoding="utf-8")
+    for name in qkablate_package.__all__:
+        assert getattr(qkablate_package, name).__name__ == name
+        assert name in page
+        assert name in dir(qkablate_package)
+    with pytest.raises(AttributeError, match="'qkablate' has no attribute 'trian'"):
+        _ = qkablate_package.trian

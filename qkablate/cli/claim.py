@@ -10,9 +10,9 @@ from contextlib import suppress
 from typing import TYPE_CHECKING, Any
 
 from qkablate.cli.arguments import Parser, choose_action, one_of, take_out, whole_number
-from qkablate.cli.hydra.configs import make_config, open_hydra
-from qkablate.cli.hydra.grid import read_request
-from qkablate.cli.names import config_names
+from qkablate.compose.configs import make_config, open_hydra
+from qkablate.compose.grid import read_request
+from qkablate.config import config_names
 from qkablate.errors import ImpossibleConfig, UserError, print_stderr
 from qkablate.table import format_count, print_json, print_next_commands
 
@@ -254,7 +254,8 @@ def _run(request: _ClaimRequest, args: Namespace) -> int:
     from qkablate.analysis.claims.claim import find_comparisons
     from qkablate.analysis.claims.judgement import counting_judgement, judge_looks, solo_arms
     from qkablate.analysis.claims.parse import MOST_SEEDS
-    from qkablate.cli.launch import plan_sweep, run_sweep, show_plan
+    from qkablate.api.sweep import plan_sweep
+    from qkablate.cli.launch import run_and_print, show_plan
     from qkablate.report.text.claims import format_claim
 
     claim = request.claim
@@ -297,7 +298,7 @@ def _run(request: _ClaimRequest, args: Namespace) -> int:
         try:
             registration = registry.register_claim(claim, request.out)
             registration.add(seeds, manifest.folder)
-            code = run_sweep(manifest, slots, sweep_request, retry=args.retry is not None)
+            code = run_and_print(manifest, slots, sweep_request, retry=args.retry is not None)
             if not code and alone:
                 measure_arms(manifest, alone, seeds)
         except OSError as error:

@@ -4,9 +4,8 @@ import sys
 from typing import Any
 
 from qkablate.cli.arguments import Parser, one_of, whole_number
-from qkablate.cli.hydra.configs import Job, build_jobs, choose_next, compose_jobs
-from qkablate.cli.names import config_names
-from qkablate.config import Config
+from qkablate.compose.configs import Job, build_jobs, choose_next, compose_jobs
+from qkablate.config import Config, config_names
 from qkablate.errors import UserError
 from qkablate.table import (
     format_bytes,

@@ -10,9 +10,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from qkablate.cli.arguments import Parser, choose_action, one_of, whole_number
-from qkablate.cli.hydra.configs import Job, compose_jobs
-from qkablate.cli.names import config_names
-from qkablate.config import TEXT_SOURCES, conf_dir
+from qkablate.compose.configs import Job, compose_jobs
+from qkablate.config import TEXT_SOURCES, conf_dir, config_names
 from qkablate.config.data import HELD_OUT_SPLITS, SPLITS
 from qkablate.errors import UserError
 from qkablate.table import format_bytes, format_count, print_json, print_next_commands, print_table

@@ -1,10 +1,9 @@
-"""Names of runs, sweeps, claims and config files: list them, and find what a word means."""
+"""Names of runs, sweeps and claims: list them, and find what a word means."""
 
 import os
 from collections.abc import Collection
 from pathlib import Path
 
-from qkablate.config import conf_dir
 from qkablate.errors import UserError
 from qkablate.runs.run import match_name, no_match
 
@@ -16,11 +15,6 @@ def known_names(kind: str, out: str | Path = "outputs") -> list[str]:
     """Return the folder names of the runs, sweeps or claims in `out`."""
     folders = Path(out).expanduser().glob(f"{kind}s/*/{KINDS[kind]}")
     return sorted(path.parent.name for path in folders)
-
-
-def config_names(group: str) -> list[str]:
-    """Return the names of the files in conf/<group>, the choices of a key such as `data`."""
-    return sorted(path.stem for path in (conf_dir() / group).glob("*.yaml"))
 
 
 def kind_of_folder(folder: str, kinds: Collection[str]) -> str | None:

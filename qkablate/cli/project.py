@@ -9,12 +9,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from qkablate.cli.arguments import Parser, convert_value, split_runs, take_out, whole_number
-from qkablate.cli.hydra.configs import compose_jobs
-from qkablate.cli.launch import observe_leases
+from qkablate.compose.configs import compose_jobs
 from qkablate.config import Config
 from qkablate.errors import UserError, print_stderr
 from qkablate.report.text.projection import print_projection
 from qkablate.runs.lease import AlreadyRunning, LeaseLost
+from qkablate.runs.lease_wait import observe_leases
 from qkablate.runs.run import EXIT_CODES
 from qkablate.table import print_json
 from qkablate.training.signals import Stopped

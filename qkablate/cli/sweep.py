@@ -1,13 +1,12 @@
 """`qkablate sweep`: train a frozen grid of runs, on this machine or on a cluster."""
 
+from qkablate.api.sweep import MANY, plan_sweep
 from qkablate.cli.arguments import Parser, one_of
-from qkablate.cli.hydra.configs import open_hydra
-from qkablate.cli.hydra.grid import read_request
-from qkablate.cli.launch import plan_sweep, run_sweep, show_plan
+from qkablate.cli.launch import run_and_print, show_plan
+from qkablate.compose.configs import open_hydra
+from qkablate.compose.grid import read_request
 from qkablate.config import conf_dir
 from qkablate.errors import UserError, print_stderr
-
-MANY = 10_000  # runs: more need --yes
 
 HELP = """qkablate sweep: train a grid of runs, which is frozen before the first one starts.
 
@@ -89,7 +88,7 @@ def main(argv: list[str]) -> int:
     if args.dry_run:
         return show_plan(manifest, slots, request, as_json=args.json)
     try:
-        return run_sweep(manifest, slots, request, retry=args.retry is not None)
+        return run_and_print(manifest, slots, request, retry=args.retry is not None)
     except OSError as error:  # as of a full disk; what is written so far stays
         print_stderr(f"qkablate: {error}")
         return 1

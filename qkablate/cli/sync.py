@@ -5,9 +5,9 @@ from contextlib import suppress
 from pathlib import Path
 
 from qkablate.cli.arguments import Parser, take_out
-from qkablate.cli.launch import observe_leases
 from qkablate.cli.names import find_by_name, known_names
 from qkablate.errors import UserError, print_stderr, sanitize
+from qkablate.runs.lease_wait import observe_leases
 from qkablate.sweeps.planning.manifest import read_manifest
 from qkablate.sweeps.running.state import SweepState
 from qkablate.table import format_bytes, format_count, format_list, print_next_commands, print_table

@@ -7,8 +7,7 @@ from typing import Any
 
 from qkablate.cli.arguments import Parser, out_words
 from qkablate.cli.hydra.app import run_hydra
-from qkablate.cli.hydra.configs import build_jobs, compose_jobs
-from qkablate.cli.launch import observe_leases
+from qkablate.compose.configs import build_jobs, compose_jobs
 from qkablate.config import Role, keys_with, load, variants
 from qkablate.errors import UserError, print_stderr
 from qkablate.report.text.table import format_known
@@ -101,16 +100,14 @@ def _train(composed: Any, rerun: bool, is_multirun: bool, ranks: Ranks) -> int:
     from qkablate.data.corpus import check_available
 
     check_available(config.data)
-    from qkablate.training.resolve import plan_run
-    from qkablate.training.session import follow, train_run
+    from qkablate.api.train import train_config
+    from qkablate.training.session import follow
 
     ranks.connect(config.device)
     try:
         if not ranks.is_first:
             return follow(ranks)
-        planned = plan_run(config)
-        observer = observe_leases([planned.run.folder])
-        outcome = train_run(planned, rerun=rerun, observer=observer, ranks=ranks)
+        planned, outcome = train_config(config, rerun=rerun, ranks=ranks)
     except (AlreadyRunning, LeaseLost) as error:
         print_stderr(f"qkablate: {error}")
         return 1

@@ -2,10 +2,8 @@
 
 import textwrap
 from collections.abc import Iterable
-from typing import Any
 
 from qkablate.cli.arguments import Parser
-from qkablate.config import ModelConfig, VariantConfig, resolve_variant, variants
 from qkablate.errors import UserError
 from qkablate.table import print_json, print_next_commands, print_table
 
@@ -39,12 +37,13 @@ def main(argv: list[str]) -> int:
     args = PARSER.parse(argv)
     if args.words:
         raise UserError(f"'{args.words[0]}': `qkablate variants` takes no arguments")
+    from qkablate.api.catalogue import variants
     from qkablate.attention import OV_CIRCUITS, QK_CIRCUITS
     from qkablate.attention.modifiers import NORMS
 
-    rows = [_row(name, entry) for name, entry in sorted(variants().items(), key=_order)]
+    rows = [{"variant": row.name, **vars(row)} for row in variants()]
     if args.json:
-        print_json(rows)
+        print_json([{key: row[key] for key in row if key != "name"} for row in rows])
         return 0
     columns = ["variant", "parameters", "without", "equation", "source"]
     cells = [[row[column] for column in columns] for row in rows]
@@ -59,40 +58,3 @@ def main(argv: list[str]) -> int:
         print(textwrap.fill(line, 100, subsequent_indent=" " * 21))
     print_next_commands(["cost"], ["verify"], ["train", "variant=merged_w"])
     return 0
-
-
-def _order(item: tuple[str, dict[str, Any]]) -> tuple[bool, bool, bool, str]:
-    """Return a sort key: standard, then variants that change scores, values, both."""
-    name, entry = item
-    changes_ov, changes_qk = entry["ov"] != "separate", entry["qk"] != "separate"
-    return name != "standard", changes_ov, changes_ov and changes_qk, name
-
-
-def _row(name: str, entry: dict[str, Any]) -> dict[str, Any]:
-    from qkablate.attention.ov.factored import SeparateOV
-    from qkablate.attention.qk.factored import SeparateQK
-    from qkablate.models.catalogue import make_attention
-
-    model = ModelConfig()
-    variant = resolve_variant(VariantConfig(**entry), model)
-    layer = make_attention(model, variant)
-    removes = [part for part in (layer.qk.removes, layer.ov.removes) if part]
-    # Parts that are those of standard are not mentioned.
-    changed = [part for part in (layer.qk, layer.norm, layer.ov) if part is not None]
-    changed = [p for p in changed if type(p) not in (SeparateQK, SeparateOV)] or [layer.qk]
-    equations = [part.equation for part in changed] if name != "standard" else [layer.equation]
-    equations += ["no token attends to itself"] if layer.mask_self else []
-    groups = entry.get("groups")
-    count = "" if groups == 1 else f"{groups} "
-    params = layer.params if groups is None else layer.params.replace(" g ", f" {count}")
-    return {
-        "variant": name,
-        "qk": variant.qk,
-        "ov": variant.ov,
-        "norm": variant.norm,
-        "mask_self": variant.mask_self,
-        "parameters": params,
-        "without": ", ".join(dict.fromkeys(removes)),
-        "equation": "; ".join(equations),
-        "source": "; ".join(dict.fromkeys(part.source for part in changed if part.source)),
-    }

@@ -5,7 +5,7 @@ import dataclasses
 from typing import TYPE_CHECKING
 
 from qkablate.cli.arguments import CIRCUIT_KEYS, Parser, propose_sample, restore_run, split_runs
-from qkablate.cli.hydra.configs import Job, build_jobs, choose_next, compose_jobs
+from qkablate.compose.configs import Job, build_jobs, choose_next, compose_jobs
 from qkablate.config import Config
 from qkablate.errors import UserError, print_stderr
 from qkablate.table import format_count, print_json, print_next_commands, print_table

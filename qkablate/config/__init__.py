@@ -35,6 +35,7 @@ from qkablate.config.table import (
 from qkablate.config.variant import (
     check_variant,
     conf_dir,
+    config_names,
     list_divisors,
     resolve_variant,
     variants,
@@ -62,6 +63,7 @@ __all__ = [
     "check",
     "check_digits",
     "conf_dir",
+    "config_names",
     "explain",
     "flatten",
     "from_plain",

@@ -112,6 +112,11 @@ def conf_dir() -> Path:
     return next(path for path in (package / "conf", package.parent / "conf") if path.is_dir())
 
 
+def config_names(group: str) -> list[str]:
+    """Return the names of the files in conf/<group>, the choices of a key such as `data`."""
+    return sorted(path.stem for path in (conf_dir() / group).glob("*.yaml"))
+
+
 def list_divisors(number: int) -> str:
     """List the divisors of a number up to 64."""
     return ", ".join(str(n) for n in range(1, min(number, 64) + 1) if number % n == 0)

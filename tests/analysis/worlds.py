@@ -12,8 +12,8 @@ import pytest
 
 from qkablate.analysis.comparison.summary import StudySummary, describe_study
 from qkablate.analysis.study.study import Study, read_study
-from qkablate.cli.hydra.configs import make_config, open_hydra
-from qkablate.cli.hydra.grid import read_request
+from qkablate.compose.configs import make_config, open_hydra
+from qkablate.compose.grid import read_request
 from qkablate.config import GridConfig
 from qkablate.report.text.table import format_markdown
 from qkablate.report.text.tables import make_tables

@@ -11,8 +11,8 @@ from pathlib import Path
 import pytest
 
 import qkablate
-from qkablate.cli.hydra.configs import make_config, open_hydra
-from qkablate.cli.hydra.grid import read_request
+from qkablate.compose.configs import make_config, open_hydra
+from qkablate.compose.grid import read_request
 from qkablate.dashboard.panels import CIRCUITS
 from qkablate.dashboard.view import make_workspace, view_content
 from qkablate.diagnostics import circuits, patterns

@@ -39,6 +39,7 @@ def _moments() -> dict[str, tuple[int, list[tuple[Any, str]]]]:
     import safetensors.torch
     import torch
 
+    from qkablate.api import train as api_train
     from qkablate.cli import sweep, train
     from qkablate.data import corpus, document_store
     from qkablate.data import prepare as preparing
@@ -50,7 +51,7 @@ def _moments() -> dict[str, tuple[int, list[tuple[Any, str]]]]:
     from qkablate.training.loop import Trainer
 
     return {
-        "train": (4, [(train, "load"), (train, "observe_leases")]),
+        "train": (4, [(train, "load"), (api_train, "observe_leases")]),
         "start": (4, [(environment, "write")]),
         "data": (
             8,

@@ -6,6 +6,7 @@ import statistics
 from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
+from typing import Any
 
 from qkablate.disk import read_file
 from qkablate.errors import print_stderr
@@ -41,6 +42,19 @@ def read_loss_curves(
     if damaged:
         report_damage(folder, f"rows skipped: {len(damaged)}", note)
     return curves
+
+
+def read_rows(folder: Path) -> list[dict[str, Any]]:
+    """Read all rows of the metrics of a run but diagnostics; malformed lines are skipped."""
+    content = read_metrics(folder)
+    if content is None:
+        report_damage(folder, "its metrics are skipped", None)
+    rows = []
+    for line in (content or b"").splitlines():
+        if b'"diagnostics"' not in line:
+            with suppress(ValueError):
+                rows.append(decode_row(line))
+    return rows
 
 
 def read_final_train_loss(folder: Path) -> float | None:

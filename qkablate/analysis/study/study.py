@@ -11,9 +11,10 @@ from typing import Any
 
 from qkablate.analysis.stats import Sample
 from qkablate.analysis.study.loss_curves import LossCurve, read_final_train_loss, read_loss_curves
+from qkablate.config import KEYS
 from qkablate.runs.document_losses import FILE_NAME as DOCUMENT_LOSSES
 from qkablate.runs.document_losses import DocumentLosses, read_document_losses
-from qkablate.runs.records import is_number, read_json, read_result, sha256
+from qkablate.runs.records import is_number, read_config, read_json, read_result, sha256
 from qkablate.runs.text_references import KEY as TEXT_REFERENCES
 from qkablate.runs.text_references import TextReferences, find_text_references
 from qkablate.sweeps.planning.manifest import (
@@ -78,6 +79,22 @@ class Record:
             self.problems.append(f"{DOCUMENT_LOSSES}: {error}")
             return None
         return found
+
+    @cached_property
+    def config(self) -> dict[str, Any]:
+        """Frozen config by key, as {"train.steps": 300}; {} if the run has none."""
+        if not os.path.lexists(self.folder / "config.yaml"):
+            return {}
+        try:
+            content = read_config(self.folder)
+        except ValueError as error:
+            self.problems.append(f"config.yaml: {error}")
+            return {}
+        values: dict[str, Any] = {}
+        for name, value in content.items():
+            is_section = isinstance(value, dict)
+            values |= {f"{name}.{k}": v for k, v in value.items()} if is_section else {name: value}
+        return {key: values[key] for key in KEYS if key in values}
 
     def check_origin(self, run: str, data_fingerprint: str) -> None:
         """Raise ValueError where a file of the run was written by another one, or on other data."""

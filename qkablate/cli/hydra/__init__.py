@@ -1,1 +1,1 @@
-"""Integration with Hydra."""
+"""A verb as a Hydra application."""

@@ -5,8 +5,8 @@ from typing import Any, ClassVar
 
 from hydra.experimental.callback import Callback
 
-from qkablate.cli.hydra.configs import for_each_job, make_config
-from qkablate.cli.hydra.words import expand_words, split_words
+from qkablate.compose.configs import for_each_job, make_config
+from qkablate.compose.words import expand_words, split_words
 from qkablate.errors import UserError, print_stderr
 from qkablate.runs.run import LABEL_KEYS, Run
 

@@ -14,6 +14,7 @@ from multiprocessing.process import BaseProcess
 from pathlib import Path
 
 from qkablate.sweeps.engines.base import Engine, RunExit, RunTask
+from qkablate.sweeps.engines.main_module import hidden_main_module
 from qkablate.sweeps.engines.remote import oom_kill_count
 from qkablate.sweeps.running import worker
 from qkablate.tracking.wandb.service import BLOCKED_SIGNALS, run_service
@@ -78,7 +79,8 @@ class LocalEngine(Engine):
             args=(task, self._devices[slot], end, self._wandb_address, self._wandb_keeper),
             name=task.id,
         )
-        process.start()
+        with hidden_main_module():
+            process.start()
         end.close()
         self._running[task.id] = _Running(process, slot, lifeline, oom_kill_count())
 
@@ -89,7 +91,8 @@ class LocalEngine(Engine):
         self._wandb_process = self._context.Process(
             target=run_service, args=(folder, answer_end, runs_end), name="W&B"
         )
-        self._wandb_process.start()
+        with hidden_main_module():
+            self._wandb_process.start()
         runs_end.close()
         answer_end.close()
         with contextlib.suppress(EOFError):

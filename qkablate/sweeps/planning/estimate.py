@@ -22,6 +22,7 @@ from qkablate.errors import UserError
 from qkablate.runs.records import read_json, write_json
 from qkablate.runs.run import NUMERICS, read_cpu_name, run_id
 from qkablate.sweeps.engines.local import PRELOADED
+from qkablate.sweeps.engines.main_module import hidden_main_module
 from qkablate.sweeps.planning.manifest import Arm, Manifest
 from qkablate.sweeps.planning.packing import Slots, count_cores
 from qkablate.sweeps.planning.tuning import refinement_sizes
@@ -212,7 +213,8 @@ class MeasuringProcess:
         self._process = context.Process(
             target=_send_answer, args=(measure, arguments, answer_end), daemon=True
         )
-        self._process.start()
+        with hidden_main_module():
+            self._process.start()
         answer_end.close()
 
     def receive(self, seconds: float, failure: str) -> tuple[float, ...] | None:

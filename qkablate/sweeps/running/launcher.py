@@ -249,7 +249,10 @@ class Launcher:
             self._signal, self._signal_count = number, self._signal_count + 1
 
         numbers = (signal.SIGINT, signal.SIGTERM)
-        before = {number: signal.signal(number, handle) for number in numbers}
+        try:
+            before = {number: signal.signal(number, handle) for number in numbers}
+        except ValueError:  # only the main thread can handle signals
+            before = {}
         try:
             yield
         finally:

@@ -12,8 +12,8 @@ import yaml
 from qkablate.analysis.claims.claim import find_comparisons
 from qkablate.analysis.claims.parse import claim_names, load_claim, parse_claim, scales
 from qkablate.analysis.claims.registry import claim_grid
-from qkablate.cli.hydra.configs import make_config, open_hydra
-from qkablate.cli.hydra.grid import read_request
+from qkablate.compose.configs import make_config, open_hydra
+from qkablate.compose.grid import read_request
 from qkablate.config import conf_dir
 from qkablate.errors import UserError
 from qkablate.sweeps.planning.expand import Grid, expand_grid

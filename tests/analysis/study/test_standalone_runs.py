@@ -13,7 +13,7 @@ import yaml
 from qkablate.analysis.comparison.gaps import find_families
 from qkablate.analysis.comparison.summary import describe_study
 from qkablate.analysis.study.standalone_runs import read_standalone_runs
-from qkablate.cli.hydra.configs import compose_jobs
+from qkablate.compose.configs import compose_jobs
 from qkablate.config.schema import SeedsConfig
 from qkablate.runs.lease import hold_lease
 from qkablate.runs.run import Run, label, run_id

@@ -7,8 +7,8 @@ from collections import Counter
 
 import pytest
 
-from qkablate.cli.hydra.configs import compose_jobs, make_config, open_hydra
-from qkablate.cli.hydra.grid import read_request
+from qkablate.compose.configs import compose_jobs, make_config, open_hydra
+from qkablate.compose.grid import read_request
 from qkablate.config import SweepConfig
 from qkablate.errors import UserError
 from qkablate.sweeps.planning.expand import Grid, expand_grid
@@ -98,7 +98,7 @@ def test_arm_with_impossible_baseline_is_left_out(expand):
     assert {arm.config.model.position for arm in manifest.arms.values()} == {"learned"}
 
 
-MISSPELT = [  # more, without models, in tests/cli/hydra/test_grid.py
+MISSPELT = [  # more, without models, in tests/compose/test_grid.py
     (["variant=standard,no_qq"], r"variant: 'no_qq' is not one of .*\(nearest: no_q\)"),
     (["variant.qk=separate,mergd"], r"variant.qk: 'mergd' .*\(nearest: merged\)"),
     (["model.heads=2,3", "model.norm=pre,post"], r"model\.norm: 'post' is not one of pre, none"),

@@ -10,8 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from qkablate.cli.hydra.configs import make_config, open_hydra
-from qkablate.cli.hydra.grid import read_request
+from qkablate.compose.configs import make_config, open_hydra
+from qkablate.compose.grid import read_request
 from qkablate.errors import UserError
 from qkablate.sweeps.planning import manifest as manifests
 from qkablate.sweeps.planning.expand import Grid, expand_grid

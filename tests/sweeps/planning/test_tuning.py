@@ -9,8 +9,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from qkablate.cli.hydra.configs import make_config, open_hydra
-from qkablate.cli.hydra.grid import read_request
+from qkablate.compose.configs import make_config, open_hydra
+from qkablate.compose.grid import read_request
 from qkablate.errors import UserError
 from qkablate.sweeps.planning.expand import Grid, expand_grid
 from qkablate.sweeps.planning.manifest import Rates

@@ -15,6 +15,7 @@ from qkablate.config import EngineConfig
 from qkablate.errors import UserError
 from qkablate.runs.lease import LeaseObserver
 from qkablate.sweeps.engines.base import Engine, RunExit, RunTask
+from qkablate.sweeps.engines.main_module import hidden_main_module
 from qkablate.sweeps.engines.ray.cluster import ClusterRequest
 from qkablate.sweeps.engines.ray.driver import drive
 
@@ -74,7 +75,8 @@ class RayEngine(Engine):
         self._pipe, end = context.Pipe()
         self._driver = context.Process(target=drive, args=(end, request), name="ray", daemon=True)
         try:
-            self._driver.start()
+            with hidden_main_module():
+                self._driver.start()
             end.close()
             self._runs_per_node, total = self._connect()
         except BaseException:

@@ -4,8 +4,8 @@ import math
 from dataclasses import dataclass, replace
 from typing import Any
 
-from qkablate.cli.hydra.configs import compose
-from qkablate.cli.hydra.words import parse_values
+from qkablate.compose.configs import compose
+from qkablate.compose.words import parse_values
 from qkablate.config import (
     KEYS,
     Config,

@@ -7,15 +7,15 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
-from qkablate.cli.hydra.app import register
-from qkablate.cli.hydra.words import expand_words, format_error, is_group, sets_key, split_words
-from qkablate.cli.names import config_names
+from qkablate.compose.register import register
+from qkablate.compose.words import expand_words, format_error, is_group, sets_key, split_words
 from qkablate.config import (
     KEYS,
     Config,
     build_config,
     check_digits,
     conf_dir,
+    config_names,
     explain,
     no_such_key,
     to_typed,

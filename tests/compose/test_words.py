@@ -2,8 +2,8 @@
 
 import pytest
 
-from qkablate.cli.hydra.configs import make_config, open_hydra
-from qkablate.cli.hydra.grid import read_request
+from qkablate.compose.configs import make_config, open_hydra
+from qkablate.compose.grid import read_request
 from qkablate.config import KEYS, GridConfig
 from qkablate.config.sweep import SWEEP_KEYS
 from qkablate.errors import UserError

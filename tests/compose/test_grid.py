@@ -7,9 +7,9 @@ import pytest
 from hydra.errors import HydraException
 from omegaconf.errors import OmegaConfBaseException
 
-from qkablate.cli.hydra.configs import compose_jobs, make_config, open_hydra
-from qkablate.cli.hydra.grid import read_request
-from qkablate.cli.hydra.words import format_error
+from qkablate.compose.configs import compose_jobs, make_config, open_hydra
+from qkablate.compose.grid import read_request
+from qkablate.compose.words import format_error
 from qkablate.config import conf_dir, flatten, load, variants
 from qkablate.errors import UserError
 from qkablate.sweeps.planning.predicates import holds

@@ -1,0 +1,105 @@
+"""Read runs from disk: records, curves as a long table, and gaps with their intervals."""
+
+from collections.abc import Collection, Iterable
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from qkablate.analysis.comparison.summary import GapSummary, describe_study
+from qkablate.analysis.study.loss_curves import read_rows
+from qkablate.analysis.study.standalone_runs import read_standalone_runs
+from qkablate.analysis.study.study import Record, Study, read_study
+from qkablate.errors import UserError, print_stderr
+from qkablate.runs.records import is_number
+from qkablate.sweeps.planning.manifest import MANIFEST_FILE
+
+if TYPE_CHECKING:
+    import pyarrow
+
+Folders = str | Path | Iterable[str | Path]
+
+# The columns of `load_curves`, with their types.
+CURVE_COLUMNS = {
+    **dict.fromkeys(("run", "arm", "variant"), "string"),
+    **dict.fromkeys(("d_model", "heads", "seed"), "int64"),
+    "lr": "float64",
+    **dict.fromkeys(("step", "tokens"), "int64"),
+    "metric": "string",
+    "value": "float64",
+}
+_POSITION = ("step", "tokens", "crc32")  # of a row of metrics.jsonl: no metrics
+_NOT_FINITE = {"nan", "inf", "-inf"}  # as JSON has them
+
+
+def load_runs(folders: Folders = "outputs") -> list[Record]:
+    """Return the runs in some folders: of all outputs, of a sweep, or of one run each.
+
+    >>> [run.test for run in load_runs("outputs") if run.status == "done"]
+    """
+    several = [folders] if isinstance(folders, str | Path) else [*folders]
+    records: list[Record] = []
+    alone: list[Path] = []
+    for folder in (Path(name).expanduser() for name in several):
+        if (folder / MANIFEST_FILE).is_file():
+            records += read_study(folder).all_records
+        elif (folder / "runs").is_dir():
+            alone += sorted(path.parent for path in folder.glob("runs/*/config.yaml"))
+        elif (folder / "config.yaml").is_file():
+            alone.append(folder)
+        else:
+            raise UserError(f"'{folder}' is not a run, a sweep, or a folder of outputs")
+    study = read_standalone_runs(alone)
+    for reason in study.unread:
+        print_stderr(f"qkablate: skipped: {reason}")
+    return [*records, *study.all_records]
+
+
+def load_curves(
+    runs: Study | Iterable[Record], metrics: Collection[str] | None = None
+) -> "pyarrow.Table":
+    """Return every logged value of some runs as a long table: a row per run, step and metric.
+
+    The columns are run, arm, variant, d_model, heads, seed, lr, step, tokens, metric and value.
+    Without `metrics`, the table has all that are a number per step, such as val/loss.
+
+    >>> load_curves(load_runs(), ["val/loss"]).to_pandas()
+    """
+    import pyarrow
+
+    columns: dict[str, list[Any]] = {name: [] for name in CURVE_COLUMNS}
+    for record in runs.records if isinstance(runs, Study) else runs:
+        readings = [
+            (row.get("step"), row.get("tokens"), name, float(value))
+            for row in read_rows(record.folder)
+            for name, value in row.items()
+            if name not in _POSITION and (is_number(value) or value in _NOT_FINITE)
+            if metrics is None or name in metrics
+        ]
+        config, changes = record.config, record.run.changes
+        fixed = {
+            "run": record.run.id,
+            "arm": record.run.arm,
+            **{"variant": config.get("variant.name"), "d_model": config.get("model.d_model")},
+            **{"heads": config.get("model.heads")},
+            **{"seed": changes["seed"], "lr": changes["optim.lr"]},
+        }
+        for name, value in fixed.items():
+            columns[name] += [value] * len(readings)
+        for name, values in zip(
+            ("step", "tokens", "metric", "value"), zip(*readings, strict=True), strict=False
+        ):
+            columns[name] += values
+    schema = pyarrow.schema([*CURVE_COLUMNS.items()])
+    return pyarrow.table(columns, schema)
+
+
+def gaps(runs: Study | Iterable[Record], margin: float | None = None) -> list[GapSummary]:
+    """Return the gap of every arm to its baseline, as `qkablate results` shows it.
+
+    Each has n, mean, interval, decision and verdict. Runs without their sweep are paired with
+    standard attention in the same settings.
+
+    >>> [(gap.arm, gap.mean, gap.interval, gap.verdict) for gap in gaps(load_sweep("quick"))]
+    """
+    if not isinstance(runs, Study):
+        runs = read_standalone_runs(record.folder for record in runs)
+    return describe_study(runs, margin=margin).gaps

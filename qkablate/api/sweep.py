@@ -1,0 +1,132 @@
+"""Plan and run a sweep: for `qkablate.sweep`, `qkablate sweep` and `qkablate claim run`."""
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from qkablate.api.train import make_interrupt
+from qkablate.api.words import format_words
+from qkablate.compose.configs import make_config, open_hydra
+from qkablate.compose.grid import SweepRequest, read_request
+from qkablate.dashboard.sweep_run import make_sweep_tables
+from qkablate.disk import make_folder
+from qkablate.errors import UserError
+from qkablate.sweeps.planning.manifest import Manifest, find_sweep, freeze
+from qkablate.sweeps.running import results
+from qkablate.sweeps.running.progress_table import ProgressTable
+from qkablate.sweeps.running.state import SweepState
+from qkablate.tracking.wandb.mode import resolve_mode
+
+if TYPE_CHECKING:
+    from qkablate.analysis.study.study import Study
+
+MANY = 10_000  # runs: more need the command's --yes
+
+
+@dataclass(frozen=True)
+class SweepOutcome:
+    """Outcome of a session of a sweep."""
+
+    code: int  # 0: every run is done or has diverged; 1: some are not; 128 + signal: stopped
+    manifest: Manifest
+    sweep_state: SweepState
+    wandb: str | None  # address of the sweep's own run in W&B
+
+
+def sweep(*, retry_failed: bool = False, **keys: Any) -> "Study":
+    """Train a grid of runs, as `qkablate sweep` does, and return them by arm.
+
+    A list, a tuple or a range gives several values of a key: an axis of the grid. Runs that are
+    done are not repeated, so the same call resumes a sweep that was stopped. A run that fails or
+    diverges raises nothing: `study.is_complete` and the records tell.
+
+    >>> study = sweep(variant=["standard", "no_q"], seed=range(5), **{"train.steps": 300})
+    """
+    from qkablate.analysis.study.study import read_study
+
+    words = format_words(keys, axes=True)
+    with open_hydra():
+        request = read_request(words)
+        if request.count() > MANY:
+            raise UserError(
+                f"this grid has {request.count():,} runs, before anything is left out, and Python"
+                f" plans {MANY:,} at most; for more there is qkablate sweep --yes"
+            )
+        manifest, slots = plan_sweep(request, ["sweep", *words])
+    outcome = run_sweep(manifest, slots, request, retry=retry_failed)
+    if outcome.code > 128:
+        raise make_interrupt(outcome.code)
+    return read_study(outcome.manifest.folder)
+
+
+def load_sweep(name: str | Path | None = None, out: str | Path = "outputs") -> "Study":
+    """Read a sweep, given as a folder or by the beginning of its name; the default is the newest.
+
+    >>> study = load_sweep("quick")
+    """
+    from qkablate.analysis.study.study import read_study
+
+    return read_study(find_sweep(None if name is None else str(name), str(out)))
+
+
+def plan_sweep(request: SweepRequest, command: list[str]) -> tuple[Manifest, list[str | None]]:
+    """Return the manifest, and a slot for every run that can run at once."""
+    from tqdm import tqdm
+
+    from qkablate.sweeps.engines.factory import check_engine, check_resources
+    from qkablate.sweeps.planning.expand import Grid, expand_grid
+    from qkablate.sweeps.planning.packing import pack
+
+    engine = request.settings.engine
+    check_engine(engine)
+    is_remote = engine.name != "local"
+    grid = Grid(request.settings.sweep, request.controls, request.choices, is_remote)
+    with tqdm(desc="expanding", unit=" arms", leave=False, disable=None, delay=0.5) as bar:
+
+        def note(done: int, total: int) -> None:
+            bar.total = total
+            bar.update(done - bar.n)
+
+        manifest = expand_grid(grid, make_config, ["qkablate", *command], note)
+    try:
+        make_folder(Path(manifest.out).expanduser() / "sweeps")
+    except OSError as error:
+        raise UserError(f"out: cannot write in '{manifest.out}': {error.strerror}") from None
+    manifest, slots = pack(manifest, request.settings)
+    check_resources(engine, manifest)
+    return manifest, slots
+
+
+def run_sweep(
+    manifest: Manifest, slots: list[str | None], request: SweepRequest, *, retry: bool
+) -> SweepOutcome:
+    """Train the runs that are not done."""
+    from qkablate.sweeps.engines.factory import open_engine
+    from qkablate.sweeps.planning import text
+    from qkablate.sweeps.running.launcher import Launcher
+
+    wandb = resolve_mode(manifest.tracking) != "disabled"
+    engine = request.settings.engine
+    plan = text.format_plan(manifest, len(slots), engine=engine)
+    has_threads = request.choices.get("threads", ["auto"]) != ["auto"]
+    # On a cluster a run gets the cores it asks for; a run that is resumed keeps its threads anyway.
+    keep_threads = not has_threads and engine.name == "local"
+    manifest = freeze(manifest, plan, keep_threads=keep_threads)
+    table = ProgressTable()
+    summary = text.format_plan(manifest, len(slots), engine=engine, is_summary=True)
+    for line in (f"sweep    {manifest.folder}", *summary):
+        table.note(line)
+    launcher = Launcher(
+        manifest,
+        open_engine(request.settings, manifest, slots, wandb=wandb, note=table.note),
+        table,
+        retry_failed=retry,
+        stop_on_failure=request.settings.on_failure == "stop",
+    )
+    code = launcher.run()
+    is_last = launcher.trained and not launcher.sweep_state.is_running()
+    address = None
+    if is_last and wandb:
+        tables = make_sweep_tables(manifest.folder, table.note)
+        address = results.log_summary(launcher.sweep_state, table.note, tables)
+    return SweepOutcome(code, manifest, launcher.sweep_state, address)

@@ -1,0 +1,1 @@
+"""Checked configs and grids from `key=value` words, by Hydra."""

@@ -1,0 +1,83 @@
+"""Runs, curves and gaps read from disk."""
+
+import shutil
+
+import pytest
+
+import qkablate as api
+from tests.api.helpers import as_keys
+from tests.conftest import TINY
+
+COLUMNS = [
+    *("run", "arm", "variant", "d_model", "heads", "seed", "lr"),
+    *("step", "tokens", "metric", "value"),
+]
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory):
+    """Return the outputs of one run of each of two variants."""
+    folder = tmp_path_factory.mktemp("trained")
+    (folder / "text.txt").write_text("the cat sat on the mat\n" * 2000, encoding="utf-8")
+    data = {"data": "text", "data.path": folder / "text.txt", "data.cache": folder / "cache"}
+    for name in ("standard", "no_q"):
+        api.train(variant=name, out=folder / "outputs", **as_keys(TINY), **data)
+    return folder / "outputs"
+
+
+@pytest.fixture
+def two(trained, tmp_path):
+    """Return the two runs, standard first, in a copy of the outputs."""
+    shutil.copytree(trained, tmp_path / "outputs")
+    return api.load_runs(sorted((tmp_path / "outputs" / "runs").iterdir(), reverse=True))
+
+
+def test_runs_are_found_in_outputs_and_by_folder(two, tmp_path, monkeypatch):
+    ids = [run.run.id for run in two]
+    assert sorted(run.run.id for run in api.load_runs(tmp_path / "outputs")) == sorted(ids)
+    assert sorted(run.run.id for run in api.load_runs()) == sorted(ids)  # outputs
+    assert [run.run.id for run in api.load_runs(two[1].folder)] == ids[1:]
+    assert {run.run.id for run in api.load_runs([run.folder for run in two])} == {*ids}
+
+
+def test_another_folder_is_rejected(tmp_path):
+    with pytest.raises(api.UserError, match="'nowhere' is not a run, a sweep, or a folder"):
+        api.load_runs("nowhere")
+
+
+def test_a_damaged_run_is_skipped_and_named(two, tmp_path, capsys):
+    (two[0].folder / "config.yaml").write_text("{", encoding="utf-8")
+    assert [run.run.id for run in api.load_runs(tmp_path / "outputs")] == [two[1].run.id]
+    assert two[0].folder.name in capsys.readouterr().err
+
+
+def test_curves_are_a_long_table(two):
+    table = api.load_curves(two)
+    assert table.column_names == COLUMNS
+    rows = table.to_pylist()
+    assert {row["run"] for row in rows} == {run.run.id for run in two}
+    assert {"train/loss", "val/loss", "train/lr"} <= {row["metric"] for row in rows}
+    assert not {"step", "tokens", "crc32"} & {row["metric"] for row in rows}
+    val = [r for r in rows if r["run"] == two[0].run.id and r["metric"] == "val/loss"]
+    assert [row["step"] for row in val] == [0, 6, 12]
+    assert [row["tokens"] for row in val] == [0, 6 * 32, 12 * 32]
+    assert val[-1]["value"] == two[0].val
+    first = rows[0]
+    assert (first["variant"], first["d_model"], first["heads"]) == ("standard", 16, 2)
+    assert (first["seed"], first["lr"]) == (0, 1e-3)
+
+
+def test_metrics_can_be_chosen(two):
+    table = api.load_curves(two, ["val/loss"])
+    assert set(table["metric"].to_pylist()) == {"val/loss"}
+    assert api.load_curves([], ["val/loss"]).column_names == COLUMNS
+
+
+def test_gaps_of_single_runs_are_paired_with_standard(two):
+    (gap,) = api.gaps(two)
+    assert gap.arm.startswith("no_q-")
+    assert gap.baseline.startswith("standard-")
+    assert gap.n == 1
+    assert gap.mean == pytest.approx(two[1].test - two[0].test)
+    assert gap.interval is None
+    assert gap.verdict == "too few pairs (under 3)"
