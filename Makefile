@@ -1,7 +1,7 @@
 .PHONY: help train test test-all test-slow check bench torture pictures docs venv audit hashes clean
 PYTHON ?= python3
 BIN := .venv/bin
-EXTRAS ?= report,dev
+EXTRAS ?= dev
 PIP := PIP_CONSTRAINT=constraints.txt $(BIN)/python -m pip install --quiet
 
 help: ## list the targets

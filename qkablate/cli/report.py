@@ -9,7 +9,7 @@ from typing import Any
 from qkablate.cli.arguments import Parser, margin, one_of, out_words, take_out
 from qkablate.cli.names import KINDS, find_by_name, kind_of_folder
 from qkablate.disk import replace_file
-from qkablate.errors import UserError, nearest_hint, require_extra, sanitize
+from qkablate.errors import UserError, nearest_hint, sanitize
 from qkablate.table import format_bytes, format_count, format_list, print_next_commands
 
 FORMATS = ("html", "md", "png", "svg")
@@ -53,7 +53,6 @@ def main(argv: list[str]) -> int:
     args = PARSER.parse(argv)
     form = _choose_format(args.format, args.o)
     words, out = take_out(args.words)
-    require_extra("report", "jinja2", "vl_convert")
     sources = _find_sources(words, out)
     target = _choose_target(args.o, form, sources)
 
