@@ -39,12 +39,13 @@ def find_by_name(word: str, out: str, kinds: Collection[str]) -> tuple[str, Path
     ambiguous: list[str] = []
     known: set[str] = set()
     for kind in (kind for kind in KINDS if kind in kinds):
-        names = known_names(kind, root)
-        for name in names:
+        paths = list(root.glob(f"{kind}s/*/{KINDS[kind]}"))
+        folders = [path.parent for path in sorted(paths, key=lambda path: -path.stat().st_mtime)]
+        for name in (folder.name for folder in folders):
             known |= {name, name.rpartition("-")[0], name.split("-")[0]}
         try:
-            if word and (match := match_name(word, names, f"{kind}s")):
-                matches.append((kind, root / f"{kind}s" / match))
+            if word and (match := match_name(word, folders, f"{kind}s")):
+                matches.append((kind, match))
         except UserError as error:
             ambiguous.append(str(error))
     if len(matches) == 1 and not ambiguous:

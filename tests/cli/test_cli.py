@@ -30,7 +30,7 @@ def test_unknown_verb(qkablate):
     done = qkablate("trian")
     assert done.code == 2
     assert done.err == (
-        "qkablate: 'trian' is not a verb; there is train, sweep, status, results, report,"
+        "qkablate: 'trian' is not a verb; there is train, sweep, ls, status, results, report,"
         " compare, claim, data, sample, inspect, project, dashboard, sync, variants, cost, verify,"
         " --help, --version"
         " (nearest: train)\n"

@@ -283,4 +283,3 @@ def test_impossible_chart_is_rejected_before_any_work(inspect, words, message, t
     assert done.err.startswith(f"qkablate: {message}")
     assert done.err.count("\n") == 1
     assert not [*tmp_path.glob("*svg")]
-
