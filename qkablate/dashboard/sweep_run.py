@@ -8,7 +8,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from qkablate.errors import UserError, require_extra
+from qkablate.errors import UserError
 from qkablate.tracking.wandb.run import SweepTables
 
 if TYPE_CHECKING:
