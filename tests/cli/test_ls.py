@@ -6,7 +6,7 @@ import shutil
 
 import pytest
 
-from tests.cli.helpers import complete, run_in
+from tests.cli.helpers import complete, proposed_commands, run_in
 
 SIZE = [
     *("model.layers=1", "model.d_model=16", "model.heads=2", "model.context=16"),
@@ -123,6 +123,37 @@ def test_ambiguous_name_lists_the_runs_and_says_how_to_list_all(qkablate, output
     assert "(lr 0.005, done, " in done.err
     assert "text" not in done.err  # equal data are not shown
     assert done.err.endswith("or list them: qkablate ls merged_w\n")
+
+
+def test_results_and_report_take_runs_without_a_sweep(qkablate, outputs):
+    runs = [str(folder) for folder in sorted((outputs / "runs").iterdir())]
+    named = qkablate("results", *runs[2:])
+    assert (named.code, named.err) == (0, "")
+    assert "gaps to standard-d16-h2, paired by seed" in named.out
+    assert proposed_commands(named)[0][1:4] == ["results", *runs[2:]]
+    shutil.rmtree(outputs / "sweeps")
+    done = qkablate("results")
+    assert (done.code, done.err) == (0, "")
+    assert all(name in done.out for name in ("merged_w-d16-h2", "no_q-d16-h2", "standard-d16-h2"))
+    assert qkablate("report", "-o", "all.md").code == 0
+
+
+def test_results_of_a_sweep_and_a_run_together_are_rejected(qkablate, outputs):
+    done = qkablate("results", "small", "no_q")
+    assert (done.code, done.err.count("\n")) == (2, 1)
+    assert "qkablate report small no_q" in done.err
+
+
+def test_sweep_moved_without_its_runs_says_so_and_where_to_resume(qkablate, outputs):
+    (outputs / "sweeps").rename(outputs.parent / "sweeps")
+    moved = outputs.parent / "elsewhere"
+    moved.mkdir()
+    (outputs.parent / "sweeps").rename(moved / "sweeps")
+    for verb in ("status", "results"):
+        done = qkablate(verb, "out=elsewhere")
+        assert (done.code, done.err) == (1, "")
+        assert "2 runs that results.csv lists as done are not in 'elsewhere/runs'" in done.out
+        assert proposed_commands(done)[0][-1] == "out=elsewhere"
 
 
 def test_completion(qkablate, monkeypatch, outputs):

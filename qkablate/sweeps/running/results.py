@@ -191,6 +191,7 @@ def print_failures(sweep_state: SweepState) -> None:
             print(f"\n{status}")
         for state in states:
             overrides = manifest.arms[state.run.arm].overrides_of(state.run)
+            overrides += [] if manifest.out == "outputs" else [f"out={manifest.out}"]
             print(sanitize(f"  {state.run.name}: {state.reason or 'its process gave no reason'}"))
             print(f"    {shlex.join(['qkablate', 'train', *overrides])}")
     for search in sweep_state.lr_searches:
@@ -249,4 +250,5 @@ def _with_out(command: list[str], out: str) -> list[str]:
     given = [word.removeprefix("out=") for word in command if word.startswith("out=")]
     if Path((given or ["outputs"])[-1]).expanduser().resolve() == Path(out).expanduser().resolve():
         return command
-    return [*(word for word in command if not word.startswith("out=")), f"out={out}"]
+    words = [word for word in command if not word.startswith("out=")]
+    return words if out == "outputs" else [*words, f"out={out}"]
