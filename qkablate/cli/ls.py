@@ -181,7 +181,7 @@ def _read_sweeps(out: str, wanted: Mapping[str, list[Any]]) -> list[dict[str, An
 
 
 def _to_json(run: RunSummary) -> dict[str, Any]:
-    row = {"name": run.name, "folder": str(run.folder), "status": run.status}
+    row: dict[str, Any] = {"name": run.name, "folder": str(run.folder), "status": run.status}
     row |= {"val_loss": run.val, "test_loss": run.test, "written": run.written}
     return row | {"config": dict(run.settings)}
 
