@@ -74,7 +74,7 @@ def main(argv: list[str]) -> int:
         raise UserError("--all and --limit: give one of the two")
     words, out = take_out(args.words)
     names, pairs = split_runs(words)
-    wanted = dict(map(_parse_filter, pairs))
+    wanted = dict(map(parse_filter, pairs))
     limit = args.limit or (None if args.all or args.json else _LIMIT)
     fits = [_name_filter(name) for name in names]
     folders = [f for f in find_run_folders(out) if all(fit(f.name) for fit in fits)]
@@ -103,7 +103,7 @@ def main(argv: list[str]) -> int:
     return 0
 
 
-def _parse_filter(pair: str) -> tuple[str, list[Any]]:
+def parse_filter(pair: str) -> tuple[str, list[Any]]:
     """Return the full key of a `key=value,value` word, and its values."""
     key, _, text = pair.partition("=")
     full = _KEYS.get(key, key)
