@@ -1,8 +1,9 @@
 .PHONY: help train test test-all test-slow check bench torture pictures docs venv audit hashes clean
 PYTHON ?= python3
 BIN := .venv/bin
-EXTRAS ?= report,dev
-PIP := PIP_CONSTRAINT=constraints.txt $(BIN)/python -m pip install --quiet
+EXTRAS ?= dev
+# On a terminal pip shows its progress.
+PIP := PIP_CONSTRAINT=constraints.txt $(BIN)/python -m pip install $(if $(MAKE_TERMOUT),,--quiet)
 
 help: ## list the targets
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  make %-10s%s\n", $$1, $$2}'
@@ -53,9 +54,13 @@ venv: .venv/ready ## create the environment from pinned versions
 
 .venv/ready: pyproject.toml constraints.txt
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "qkablate needs Python 3.11 or newer: make PYTHON=python3.12")'
-	$(PYTHON) -m venv .venv
-	$(PIP) setuptools hatchling editables
-	$(PIP) --no-build-isolation --editable '.[$(EXTRAS)]'
+	@echo "venv: create .venv with $$($(PYTHON) --version)"
+	@$(PYTHON) -m venv .venv
+	@echo "venv: install the build tools"
+	@$(PIP) setuptools hatchling editables
+	@echo "venv: install qkablate with torch and the others of constraints.txt (minutes; some GB with CUDA)"
+	@$(PIP) --no-build-isolation --editable '.[$(EXTRAS)]'
+	@echo "venv: done; source .venv/bin/activate puts qkablate on your path"
 	@touch $@
 
 audit: .tools/ready ## look up known vulnerabilities of the pinned versions (asks the package index)

@@ -282,7 +282,23 @@ def test_auto_is_resolved():
     assert checked("seed=7", "seeds.data=1").seeds.data == 1
     assert checked("seed=7").seeds.init == 7
     assert checked("train.eval_every=40").diagnostics.every == 40
+    assert checked("train.steps=700").diagnostics.every == 350
     assert checked("train.eval_every=40", "diagnostics.every=0").diagnostics.every == 0
+
+
+@pytest.mark.parametrize(
+    ("words", "every"),
+    [
+        ([], 250),
+        (["train.steps=100"], 100),
+        (["train.steps=300"], 300),
+        (["train.steps=700"], 350),
+        (["train.steps=10000"], 250),
+        (["train.steps=10000", "data.val_tokens=655360"], 2500),
+    ],
+)
+def test_evaluations_are_evenly_spaced_and_take_a_tenth_at_most(words, every):
+    assert checked(*words).train.eval_every == every
 
 
 @pytest.mark.parametrize("load_words", [checked, loaded])

@@ -61,6 +61,9 @@ def check_command(words: list[str]) -> None:
         compose_jobs([word for word in keys if not word.startswith(own)])
     elif verb in ("cost", "data"):
         compose_jobs(keys)
+    elif verb == "ls":
+        for word in keys:
+            import_module("qkablate.cli.ls").parse_filter(word)
     elif verb in ("sample", "inspect"):
         run_and_keys(words, import_module(f"qkablate.cli.{verb}").KEYS, verb)
     else:

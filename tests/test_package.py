@@ -179,7 +179,7 @@ def test_commands_of_the_docs_work(qkablate, prepared, tiny, text, command, tmp_
 def test_constraints_pin_every_dependency():
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     extras = project["optional-dependencies"]
-    wanted = project["dependencies"] + extras["dev"] + extras["report"]
+    wanted = project["dependencies"] + extras["dev"]
     wanted += extras["dashboard"] + extras["docs"]
     pinned = dict(
         line.lower().split("==")

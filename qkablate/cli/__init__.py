@@ -11,6 +11,7 @@ from qkablate.errors import UserError, nearest_hint, print_stderr, reject_secret
 VERBS = {
     "train": "train one variant",
     "sweep": "train a grid of runs, frozen and resumable",
+    "ls": "list runs and sweeps",
     "status": "show the progress of a sweep",
     "results": "compare the arms of a sweep, with uncertainty",
     "report": "write the results as a page, as charts or as text",
@@ -40,6 +41,7 @@ Examples
   qkablate train --help                                all keys and their values
   qkablate sweep sweep=quick --dry-run                 plan and cost of a grid
   qkablate sweep sweep=quick                           train it; the same command resumes it
+  qkablate ls merged_w                                 runs and sweeps of that name
   qkablate results quick                               gaps, intervals, ranks, audit
   qkablate report quick                                the same as a page to send
   qkablate claim run one_head                          a hypothesis and its verdict

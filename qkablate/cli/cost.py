@@ -95,7 +95,10 @@ def main(argv: list[str]) -> int:
         _print(rows, configs, vocabulary)
         job = choose_next(jobs)
         can_verify = decomposition_steps(job.config.model) <= MAX_DECOMPOSITION
-        print_next_commands(*[["verify", *job.words]] * can_verify, ["train", *job.words])
+        is_small = _fits_memory(job.config, rows[jobs.index(job)]["params"])
+        # What is too large for this machine can be trained at the default size.
+        words = [word for word in job.words if is_small or not word.startswith("model")]
+        print_next_commands(*[["verify", *job.words]] * can_verify, ["train", *words])
     return 0
 
 
@@ -138,6 +141,20 @@ def _measure(configs: list[Config], rows: list[dict[str, Any]], vocabulary: int)
         row["step_ms"] = 1000 * times.median
         row["step_ratio"] = times.median / measured[0].median
         row["step_rounds"] = times.rounds
+
+
+def _fits_memory(config: Config, params: int) -> bool:
+    """Return whether this machine has the memory to train so many parameters, and say if not."""
+    from qkablate.training import hardware
+    from qkablate.training.measure import BYTES_PER_PARAMETER, free_bytes
+
+    required, free = BYTES_PER_PARAMETER * params, free_bytes(hardware.resolve(config).device)
+    if required > free:
+        print(
+            f"training it takes {format_bytes(required)} of memory, and {format_bytes(free)} are"
+            " free here; the default size fits"
+        )
+    return required <= free
 
 
 def _print(rows: list[dict[str, Any]], configs: list[Config], vocabulary: int) -> None:

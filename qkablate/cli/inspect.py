@@ -19,7 +19,7 @@ from qkablate.cli.arguments import (
     whole_number,
 )
 from qkablate.disk import replace_file
-from qkablate.errors import UserError, require_extra, sanitize
+from qkablate.errors import UserError, sanitize
 from qkablate.report.text.heads import print_attention, print_measures, print_spectra
 from qkablate.table import format_bytes, format_count, print_json, print_next_commands
 
@@ -188,7 +188,6 @@ def _check_image(path: str) -> None:
         raise UserError(f"-o: '{path}' does not end in {' or '.join(_IMAGES)}")
     if os.path.isdir(path) or not os.path.isdir(os.path.dirname(path) or "."):
         raise UserError(f"-o: '{path}' cannot be written: it is not a writable file path")
-    require_extra("report", "vl_convert")
 
 
 def _check_index(flag: str, value: int | None, count: int) -> None:

@@ -1,14 +1,18 @@
 """Names of runs, sweeps and claims: list them, and find what a word means."""
 
 import os
+import re
 from collections.abc import Collection
 from pathlib import Path
 
 from qkablate.errors import UserError
+from qkablate.runs.listing import find_run_folders
 from qkablate.runs.run import match_name, no_match
 
 # The file that makes a folder one of its kind.
 KINDS = {"sweep": "manifest.json", "claim": "claim.json", "run": "config.yaml"}
+
+Source = tuple[str, list[Path]]  # sweep, claim or runs, and the folders
 
 
 def known_names(kind: str, out: str | Path = "outputs") -> list[str]:
@@ -33,12 +37,13 @@ def find_by_name(word: str, out: str, kinds: Collection[str]) -> tuple[str, Path
     ambiguous: list[str] = []
     known: set[str] = set()
     for kind in (kind for kind in KINDS if kind in kinds):
-        names = known_names(kind, root)
-        for name in names:
+        paths = list(root.glob(f"{kind}s/*/{KINDS[kind]}"))
+        folders = [path.parent for path in sorted(paths, key=lambda path: -path.stat().st_mtime)]
+        for name in (folder.name for folder in folders):
             known |= {name, name.rpartition("-")[0], name.split("-")[0]}
         try:
-            if word and (match := match_name(word, names, f"{kind}s")):
-                matches.append((kind, root / f"{kind}s" / match))
+            if word and (match := match_name(word, folders, f"{kind}s")):
+                matches.append((kind, match))
         except UserError as error:
             ambiguous.append(str(error))
     if len(matches) == 1 and not ambiguous:
@@ -56,3 +61,44 @@ def find_by_name(word: str, out: str, kinds: Collection[str]) -> tuple[str, Path
     *first, last = [kind for kind in KINDS if kind in kinds]
     choice = f"{', '.join(first)} or {last}" if first else last
     raise no_match(choice, word, root, known)
+
+
+def find_sources(words: list[str], out: str, kinds: Collection[str] = KINDS) -> list[Source]:
+    """Return what the words name: each sweep and each claim, and all runs together.
+
+    Without words it is the newest sweep or, where there is none, every run.
+    """
+    from qkablate.sweeps.planning import manifest
+
+    if not words:
+        folders = find_run_folders(out)
+        if folders and not known_names("sweep", out):
+            return [("runs", folders)]
+        return [("sweep", [manifest.find_sweep(None, out)])]
+    sources: dict[Path | None, Source] = {}  # all runs are one source
+    known: set[Path] = set()
+    for kind, folder in (_find_source(word, out, kinds) for word in words):
+        path = folder.resolve()
+        if path not in known:
+            known.add(path)
+            key, name = (None, "runs") if kind == "run" else (path, kind)
+            sources.setdefault(key, (name, []))[1].append(folder)
+    return [*sources.values()]
+
+
+_RUN_FILES = ["result.json", "metrics.jsonl", "checkpoints", "environment.json", "output.log"]
+_RUN_FILES += ["lease", "attempts"]
+
+
+def _find_source(word: str, out: str, kinds: Collection[str]) -> tuple[str, Path]:
+    folder = os.path.expanduser(word)
+    if kind := kind_of_folder(folder, kinds):
+        return kind, Path(folder)
+    has_id = re.search(r"-[0-9a-f]{12}$", os.path.basename(os.path.normpath(folder)))
+    if any(os.path.exists(os.path.join(folder, name)) for name in _RUN_FILES) or (
+        has_id and os.path.isdir(folder)
+    ):
+        return "run", Path(folder)  # just started, or damaged: the report will say so
+    if word.endswith((".yaml", ".yml")):  # a claim of one's own is named as its file
+        word = Path(word).stem
+    return find_by_name(word, out, kinds)

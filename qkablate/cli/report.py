@@ -1,15 +1,14 @@
 """`qkablate report`: the results of runs as one HTML page, as charts, or as text."""
 
 import os
-import re
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 from qkablate.cli.arguments import Parser, margin, one_of, out_words, take_out
-from qkablate.cli.names import KINDS, find_by_name, kind_of_folder
+from qkablate.cli.names import KINDS, Source, find_sources
 from qkablate.disk import replace_file
-from qkablate.errors import UserError, nearest_hint, require_extra, sanitize
+from qkablate.errors import UserError, nearest_hint, sanitize
 from qkablate.table import format_bytes, format_count, format_list, print_next_commands
 
 FORMATS = ("html", "md", "png", "svg")
@@ -19,8 +18,9 @@ HELP = """qkablate report: the results of runs, as one page to read and to send 
 Usage: qkablate report [SWEEP | RUN | CLAIM …] [-o FILE] [--format html|md|png|svg]
                        [--margin NATS] [out=FOLDER]
 
-Each argument is a folder, or the beginning of a name or id; the default is the newest sweep. Each
-sweep and each claim is a section of the page; runs that are named one by one share a section.
+Each argument is a folder, or the beginning of a name or id; the default is the newest sweep
+or, where there is none, every run. Each sweep and each claim is a section of the page; runs that
+are named one by one share a section.
 
 Examples
   qkablate report                          the newest sweep: report.html in its folder
@@ -53,8 +53,7 @@ def main(argv: list[str]) -> int:
     args = PARSER.parse(argv)
     form = _choose_format(args.format, args.o)
     words, out = take_out(args.words)
-    require_extra("report", "jinja2", "vl_convert")
-    sources = _find_sources(words, out)
+    sources = find_sources(words, out)
     target = _choose_target(args.o, form, sources)
 
     from qkablate.report.section import share_styles
@@ -69,9 +68,10 @@ def main(argv: list[str]) -> int:
         flag = "-o: " if args.o else ""
         raise UserError(f"{flag}'{target}' cannot be written: {error.strerror}") from None
     print(sanitize("\n".join(written)))
-    commands = [
-        ["results", *section.study.cli_arguments] for section in sections if section.study.manifest
-    ]
+    studies = [section.study for section in sections]
+    commands = [["results", *study.cli_arguments] for study in studies if study.manifest]
+    if len(studies) == 1 and not commands and len(words) <= _MAX_WORDS:
+        commands = [["results", *words, *out_words(out)]]
     if form == "html" and len(words) <= _MAX_WORDS:
         options = [] if args.margin is None else ["--margin", f"{args.margin:g}"]
         commands.insert(0, ["report", *words, *out_words(out), *options, "--format", "svg"])
@@ -90,43 +90,6 @@ def _choose_format(form: str | None, target: str | None) -> str:
     elif extension in FORMATS and extension != form:
         raise UserError(f"-o: '{target}' ends in .{extension}, and --format is {form}")
     return form
-
-
-Source = tuple[str, list[Path]]  # sweep, claim or runs, and the folders
-
-
-def _find_sources(words: list[str], out: str) -> list[Source]:
-    from qkablate.sweeps.planning import manifest
-
-    if not words:
-        return [("sweep", [manifest.find_sweep(None, out)])]
-    sources: dict[Path | None, Source] = {}  # all runs are one source
-    known: set[Path] = set()
-    for kind, folder in (_find_source(word, out) for word in words):
-        path = folder.resolve()
-        if path not in known:
-            known.add(path)
-            key, name = (None, "runs") if kind == "run" else (path, kind)
-            sources.setdefault(key, (name, []))[1].append(folder)
-    return [*sources.values()]
-
-
-_RUN_FILES = ["result.json", "metrics.jsonl", "checkpoints", "environment.json", "output.log"]
-_RUN_FILES += ["lease", "attempts"]
-
-
-def _find_source(word: str, out: str) -> tuple[str, Path]:
-    folder = os.path.expanduser(word)
-    if kind := kind_of_folder(folder, KINDS):
-        return kind, Path(folder)
-    has_id = re.search(r"-[0-9a-f]{12}$", os.path.basename(os.path.normpath(folder)))
-    if any(os.path.exists(os.path.join(folder, name)) for name in _RUN_FILES) or (
-        has_id and os.path.isdir(folder)
-    ):
-        return "run", Path(folder)  # just started, or damaged: the report will say so
-    if word.endswith((".yaml", ".yml")):  # a claim of one's own is named as its file
-        word = Path(word).stem
-    return find_by_name(word, out, KINDS)
 
 
 def _choose_target(option: str | None, form: str, sources: list[Source]) -> Path:

@@ -1,12 +1,14 @@
-"""`qkablate results`: the comparisons of a sweep, with their uncertainty."""
+"""`qkablate results`: the comparisons of a sweep or of some runs, with their uncertainty."""
 
 import csv
 import dataclasses
+import shlex
 import sys
 from contextlib import suppress
 from typing import TYPE_CHECKING
 
-from qkablate.cli.arguments import Parser, find_sweep_and_out, margin, one_of
+from qkablate.cli.arguments import Parser, margin, one_of, out_words, take_out
+from qkablate.cli.names import find_sources
 from qkablate.errors import UserError, sanitize
 from qkablate.table import print_json, print_next_commands, print_table
 
@@ -16,15 +18,17 @@ if TYPE_CHECKING:
 
 FORMATS = ("table", "csv", "json", "md")
 
-HELP = """qkablate results: the comparisons of a sweep, with their uncertainty.
+HELP = """qkablate results: the comparisons of a sweep or of some runs, with their uncertainty.
 
-Usage: qkablate results [SWEEP] [--margin NATS] [--format table|csv|json|md | --json]
+Usage: qkablate results [SWEEP | RUN …] [--margin NATS] [--format table|csv|json|md | --json]
                         [--times FILE] [out=FOLDER]
 
-SWEEP is a sweep's folder, or the beginning of its name or id; the default is the newest sweep.
+Each argument is a folder, or the beginning of a name or id; the default is the newest sweep or,
+where there is none, every run. Runs are paired by seed where possible.
 
 Examples
   qkablate results                       the newest sweep
+  qkablate results outputs/runs/*        runs without a sweep
   qkablate results quick --margin 0.01   and which arms are not worse by 0.01
   qkablate results quick --format md     tables to paste
   qkablate results quick --json          everything: every run, every check of the audit
@@ -49,7 +53,7 @@ Exit codes: 0 every run is done or has diverged · 1 some are not · 2 a mistake
 """
 
 
-PARSER = Parser(HELP, ("sweep",), (*FORMATS, "out="))
+PARSER = Parser(HELP, ("sweep", "run"), (*FORMATS, "out="))
 PARSER.option(
     "--margin",
     "NATS",
@@ -68,20 +72,29 @@ PARSER.option(
 
 
 def main(argv: list[str]) -> int:
-    """Print the comparisons of a sweep."""
+    """Print the comparisons of a sweep or of some runs."""
     args = PARSER.parse(argv)
     if args.json and args.format not in (None, "json"):
         raise UserError(f"--json and --format {args.format}: give one of the two")
     form = "json" if args.json else args.format or "table"
-    folder, _ = find_sweep_and_out(args.words)
+    words, out = take_out(args.words)
+    sources = find_sources(words, out, ("sweep", "run"))
+    if len(sources) > 1:
+        raise UserError(
+            "results shows one sweep, or some runs, at a time:"
+            f" {shlex.join(['qkablate', 'report', *words, *out_words(out)])}"
+        )
+    ((kind, folders),) = sources
 
     from qkablate.analysis.comparison.ranking import read_times
     from qkablate.analysis.comparison.summary import describe_study
+    from qkablate.analysis.study.standalone_runs import read_standalone_runs
     from qkablate.analysis.study.study import read_study
     from qkablate.report.text.table import format_markdown
     from qkablate.report.text.tables import make_tables
 
-    study = read_study(folder)
+    study = read_standalone_runs(folders) if kind == "runs" else read_study(folders[0])
+    named = study.cli_arguments if study.manifest else [*words, *out_words(out)]
     times = read_times(args.times, study) if args.times else {}
     summary = describe_study(study, times, args.margin)
     with suppress(BrokenPipeError):
@@ -97,12 +110,14 @@ def main(argv: list[str]) -> int:
             print(f"# {study.name}\n\n" + "\n\n".join(map(format_markdown, make_tables(summary))))
         else:
             print_tables(make_tables(summary))
-            command = ["results", *study.cli_arguments]
+            for line in study.unread:
+                print(sanitize(f"\nnot read: {line}"))
+            command = ["results", *named]
             more = [*study.resume_commands]
             if summary.tuning is not None and study.is_complete:
                 more.append([*summary.tuning.command, *study.cli_arguments[1:], "--dry-run"])
             more += [[*command, "--margin", "0.01"]] if args.margin is None else []
-            print_next_commands(*more, ["report", *study.cli_arguments], [*command, "--json"])
+            print_next_commands(*more, ["report", *named], [*command, "--json"])
         sys.stdout.flush()
     return 0 if study.is_complete else 1
 

@@ -5,10 +5,15 @@ import time
 from contextlib import suppress
 
 from qkablate.cli.arguments import Parser, find_sweep_and_out, out_words
-from qkablate.errors import UserError
+from qkablate.errors import UserError, sanitize
 from qkablate.sweeps.planning.manifest import read_manifest
 from qkablate.sweeps.running.progress_table import ProgressTable, render_table
-from qkablate.sweeps.running.results import print_arms, result_rows, resume_commands
+from qkablate.sweeps.running.results import (
+    describe_missing_runs,
+    print_arms,
+    result_rows,
+    resume_commands,
+)
 from qkablate.sweeps.running.state import SweepState
 from qkablate.table import print_csv, print_json, print_next_commands
 
@@ -78,6 +83,8 @@ def main(argv: list[str]) -> int:
             print_csv(result_rows(sweep_state))
         elif not args.watch or not sys.stderr.isatty():
             print("\n".join(render_table(sweep_state)))
+            if missing := describe_missing_runs(sweep_state):
+                print(sanitize(f"  {missing}"))
             is_running = sweep_state.is_running()
             if is_running and not counts["running"]:
                 print("  its launcher is starting or waiting for runs")

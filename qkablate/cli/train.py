@@ -12,6 +12,7 @@ from qkablate.config import Role, keys_with, load, variants
 from qkablate.errors import UserError, print_stderr
 from qkablate.report.text.table import format_known
 from qkablate.runs.lease import AlreadyRunning, LeaseLost
+from qkablate.runs.listing import shorten_names
 from qkablate.runs.run import EXIT_CODES
 from qkablate.runs.text_references import find_text_references
 from qkablate.table import print_next_commands, print_table
@@ -22,6 +23,7 @@ from qkablate.training.signals import Stopped
 # Flags that make Hydra read another configuration.
 _OTHER_CONFIGS = {"--config-dir", "-cd", "--config-path", "-cp", "--config-name", "-cn"}
 
+_MAX_NAMES = 6  # runs that the command printed after a multirun names
 
 PARSER = Parser("")
 PARSER.switch("--rerun", "train again, even if the run is done")
@@ -48,7 +50,7 @@ def _main(argv: list[str], ranks: Ranks) -> int:
         raise UserError(
             "-m: several processes train one run together; without torchrun, -m trains many"
         )
-    rerun = "--rerun" in argv
+    rerun, config_flags = "--rerun" in argv, _find_config_flags(argv)
     codes: list[int] = []
     multirun.CheckEveryJob.runs = []
 
@@ -58,7 +60,7 @@ def _main(argv: list[str], ranks: Ranks) -> int:
 
         is_multirun = HydraConfig.get().mode == RunMode.MULTIRUN
         try:
-            codes.append(_train(composed, rerun, is_multirun, ranks))
+            codes.append(_train(composed, rerun, is_multirun, ranks, config_flags))
         except UserError as error:  # printed here: Hydra would add lines of its own
             if not ranks.is_first:
                 raise
@@ -84,6 +86,15 @@ def _main(argv: list[str], ranks: Ranks) -> int:
     return next((code for code in (2, 1, 3) if code in codes), 0)
 
 
+def _find_config_flags(argv: list[str]) -> list[str]:
+    """Return the flags, with their values, that make Hydra read another configuration."""
+    flags = []
+    for word, following in zip(argv, [*argv[1:], ""], strict=True):
+        if word.partition("=")[0] in _OTHER_CONFIGS:
+            flags += [word] if "=" in word else [word, following]
+    return flags
+
+
 def _check(words: list[str]) -> None:
     """Raise UserError for a configuration that no run can have; Hydra would print it."""
     from qkablate.training import hardware
@@ -92,7 +103,9 @@ def _check(words: list[str]) -> None:
     build_jobs(compose_jobs(words), lambda config: build_empty_model(hardware.resolve(config), 1))
 
 
-def _train(composed: Any, rerun: bool, is_multirun: bool, ranks: Ranks) -> int:
+def _train(
+    composed: Any, rerun: bool, is_multirun: bool, ranks: Ranks, config_flags: list[str]
+) -> int:
     """Train one run, print its result, and return its exit code."""
     from hydra.core.hydra_config import HydraConfig
 
@@ -124,7 +137,7 @@ def _train(composed: Any, rerun: bool, is_multirun: bool, ranks: Ranks) -> int:
     with suppress(BrokenPipeError):  # as in `| head`: the run is done all the same
         _print_result(outcome.result, outcome.trained, planned.run.folder)
         if not is_multirun:
-            words = list(HydraConfig.get().overrides.task)
+            words = [*config_flags, *HydraConfig.get().overrides.task]
             print_next(outcome.result, words, planned.run.folder, config.optim.lr)
     if is_multirun and outcome.signal:
         raise SystemExit(128 + outcome.signal)
@@ -165,13 +178,19 @@ def print_next(result: dict[str, Any], overrides: list[str], folder: Path, lr: f
     lines = []
     if result["status"] == "done":
         ignored = ("variant=", *keys_with(Role.VARIANT), "seed=", "~", "hydra")
-        words = shlex.join(word for word in overrides if not word.startswith(ignored))
+        words = [word for word in overrides if not word.startswith(ignored)]
         other = "standard" if result["variant"] != "standard" else "merged_w"
-        lines.append(f"qkablate train variant={other} seed={result['seed']} {words}".rstrip())
         pair = f"variant={other},{result['variant']}"
+        again = ["qkablate", "train", f"variant={other}", f"seed={result['seed']}", *words]
+        lines.append(shlex.join(again))
         has_parent = any(word.startswith("init_from.") for word in overrides)
         if result["variant"] in variants() and not has_parent:  # every variant needs its own parent
-            lines.append(f"qkablate train -m {pair} seed=0,1,2 {words}".rstrip())
+            # A sweep reads no other configuration, and no groups but the program's own.
+            if any(word.startswith(("-", "+")) for word in words):
+                several = ["train", "-m", pair, "seed=0,1,2", *words]
+            else:
+                several = ["sweep", pair, "seed=range(6)", *words]
+            lines.append(shlex.join(["qkablate", *several]))
     elif result["status"] == "diverged":
         kept = [word for word in overrides if not word.startswith("optim.lr=")]
         lines.append(shlex.join(["qkablate", "train", *kept, f"optim.lr={lr / 10:.3g}"]))
@@ -202,5 +221,10 @@ def _print_table(outcomes: list[dict[str, Any]]) -> None:
     ]
     print()
     print_table(["run", "", "status", "val", "test", *shown.values(), "seconds"], rows, left=3)
+    out = out_words(str(outcomes[0]["folder"].parent.parent))
+    names = shorten_names(dict.fromkeys(outcome["folder"].name for outcome in outcomes))
+    is_short = 1 < len(names) <= _MAX_NAMES
+    commands = [["results", *names.values(), *out] if is_short else ["ls", *out]]
     if any(outcome.get("wandb") == OFFLINE for outcome in outcomes):
-        print_next_commands(["sync", *out_words(str(outcomes[0]["folder"].parent.parent))])
+        commands.append(["sync", *out])
+    print_next_commands(*commands)

@@ -171,6 +171,20 @@ def _check_init_from(init_from: InitFromConfig) -> None:
             raise UserError(f"init_from.{key}: needs the run to start from; give init_from.run")
 
 
+_LEAST_EVAL_EVERY = 250  # steps
+
+
+def _choose_eval_every(config: Config, steps: int) -> int:
+    """Return the length of the equal parts after which a run is evaluated.
+
+    A token costs a third in evaluation of what it costs in training, or less.
+    """
+    train = config.train
+    per_step = train.batch_size * train.grad_accum * config.model.context
+    least = max(_LEAST_EVAL_EVERY, math.ceil(10 * config.data.val_tokens / (3 * per_step)))
+    return math.ceil(steps / max(1, steps // least))
+
+
 def resolve(config: Config) -> Config:
     """Replace every `auto` that does not depend on the machine."""
     train, optim = config.train, config.optim
@@ -187,12 +201,15 @@ def resolve(config: Config) -> Config:
     data = config.data
     if data.tokenizer == "bpe" and data.vocab_size is None:
         data = dataclasses.replace(data, vocab_size=BPE_SIZE)
-    every = train.eval_every if config.diagnostics.every == "auto" else config.diagnostics.every
+    eval_every = train.eval_every
+    if eval_every == "auto":
+        eval_every = _choose_eval_every(config, steps)
+    every = eval_every if config.diagnostics.every == "auto" else config.diagnostics.every
     return dataclasses.replace(
         config,
         data=data,
         variant=resolve_variant(config.variant, config.model),
-        train=dataclasses.replace(train, steps=steps, tokens=None),
+        train=dataclasses.replace(train, steps=steps, tokens=None, eval_every=eval_every),
         optim=dataclasses.replace(optim, warmup=warmup, cooldown=cooldown),
         diagnostics=dataclasses.replace(config.diagnostics, every=every),
     )

@@ -116,9 +116,10 @@ class TrainConfig:
         16, "windows of model.context tokens per forward pass", bounds=(1, 2**24)
     )
     grad_accum: int = training_key(1, "forward passes per step", bounds=(1, 2**20))
-    eval_every: int = key(
-        250,
-        "steps between evaluations on the whole validation split",
+    eval_every: int | str = key(
+        "auto",
+        "steps between evaluations of the validation split; auto: 250 or more, a tenth of the time"
+        " at most",
         TRAINING | Role.PAIR_FREE,
         bounds=(1, BIG),
     )

@@ -8,7 +8,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from qkablate.errors import UserError, require_extra
+from qkablate.errors import UserError
 from qkablate.tracking.wandb.run import SweepTables
 
 if TYPE_CHECKING:
@@ -35,7 +35,6 @@ _HTML_HEAD = (
 def make_sweep_tables(folder: Path, note: Callable[[str], None]) -> SweepTables:
     """Make the tables, charts and page of a sweep; note in a line what is missing."""
     try:
-        require_extra("report", "jinja2", "vl_convert")
         return _make_tables(folder, note)
     except Exception as error:
         first = (str(error).strip() or type(error).__name__).splitlines()[0]

@@ -53,7 +53,7 @@ def recorded_steps(config: Config) -> range:
     Those of the diagnostics, or every second, third, … of them where that were too many files.
     """
     last, every = int(config.train.steps), config.diagnostics.every
-    every = config.train.eval_every if every == "auto" else int(every)
+    every = int(config.train.eval_every if every == "auto" else every)
     if not every:
         return range(0)
     return range(0, last, every * math.ceil(math.ceil(last / every) / (MAX_FILES - 1)))

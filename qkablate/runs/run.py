@@ -22,6 +22,7 @@ import hashlib
 import json
 import os
 import platform
+import shlex
 import shutil
 import socket
 import subprocess
@@ -37,8 +38,8 @@ from qkablate.disk import write_atomic
 from qkablate.errors import UserError, nearest_hint
 from qkablate.redaction import redact
 from qkablate.runs.lease import Lease, LeaseObserver, hold_lease, is_leased
+from qkablate.runs.listing import describe_runs
 from qkablate.runs.records import read_result
-from qkablate.table import format_list
 
 NUMERICS = 6  # raised whenever losses may move by a bit: old and new never share a run
 PROJECTION = 2  # the same for the initial weights of runs that begin from a trained one
@@ -57,6 +58,8 @@ _ATTEMPT_FILES = (
     "tokenizer.json",
     "wandb",
 )
+
+_MOST_SHOWN = 4  # runs that an ambiguous name is said to match
 
 EXIT_CODES = {"done": 0, "failed": 1, "diverged": 3}  # by the status in result.json
 
@@ -187,7 +190,7 @@ def refuse_links(folder: Path) -> None:
 def find_run(word: str, out: str | Path = "outputs") -> Path:
     """Return the folder of a run, given as a folder or as the start of its name or id."""
     found = find_runs(word, out)
-    _reject_several(word, [folder.name for folder in found], "runs")
+    _reject_several(word, found, "runs")
     return found[0]
 
 
@@ -221,9 +224,10 @@ def no_match(kind: str, word: str | None, out: Path, known: Collection[str]) -> 
     return UserError(f"{text} (it has none){start}")
 
 
-def match_name(word: str, names: list[str], plural: str) -> str | None:
-    """Return the `<label>-<id>` that a word abbreviates; UserError if it is ambiguous."""
-    matches = _matching_names(word, names)
+def match_name(word: str, folders: list[Path], plural: str) -> Path | None:
+    """Return the folder `<label>-<id>` that a word abbreviates; UserError if it is ambiguous."""
+    by_name = {folder.name: folder for folder in folders}
+    matches = [by_name[name] for name in _matching_names(word, [*by_name])]
     _reject_several(word, matches, plural)
     return matches[0] if matches else None
 
@@ -240,10 +244,20 @@ def _matching_names(word: str, names: list[str]) -> list[str]:
     return next(filter(None, candidates), [])
 
 
-def _reject_several(word: str, matches: list[str], plural: str) -> None:
-    if len(matches) > 1:
-        found = f"{len(matches)} {plural}: {format_list(matches)}"
-        raise UserError(f"'{word}' matches {found}; give more of one of these names")
+def _reject_several(word: str, matches: list[Path], plural: str) -> None:
+    """Raise UserError for a word that several folders match; it describes the first of them."""
+    if len(matches) <= 1:
+        return
+    shown = matches[:_MOST_SHOWN]
+    texts = describe_runs(shown) if plural == "runs" else [folder.name for folder in shown]
+    more = f" and {len(matches) - len(shown)} more" if len(matches) > len(shown) else ""
+    found = f"{len(matches)} {plural}: {', '.join(texts)}{more}"
+    hint = "give more of one of these names"
+    if plural in ("runs", "sweeps"):
+        out = str(matches[0].parent.parent)
+        words = ["qkablate", "ls", word, *([] if out == "outputs" else [f"out={out}"])]
+        hint += f", or list them: {shlex.join(words)}"
+    raise UserError(f"'{word}' matches {found}; {hint}")
 
 
 def describe_environment(

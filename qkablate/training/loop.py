@@ -75,6 +75,7 @@ class Trainer:
         sharded = self.ranks.has_sharded_weights(self.config)
         diagnose_every = 0 if sharded else self.config.diagnostics.every
         assert isinstance(train.steps, int)
+        assert isinstance(train.eval_every, int)
         assert isinstance(diagnose_every, int)
         if self.ranks.count > 1 and progress.step < train.steps:
             self.train_step.fix_bucket_order(progress.step)

@@ -63,11 +63,15 @@ def measure_step_times(
     return [StepTimes(statistics.median(t), min(t), len(t)) for t in times]
 
 
+def free_bytes(device: str) -> float:
+    """Return the free memory of a device."""
+    is_cuda = device.startswith("cuda")
+    return torch.cuda.mem_get_info(device)[0] if is_cuda else hardware.free_memory()
+
+
 def check_memory(params: Sequence[int], device: str) -> None:
     """Raise UserError if the models do not fit into memory together."""
-    required = BYTES_PER_PARAMETER * sum(params)
-    is_cuda = device.startswith("cuda")
-    free: float = torch.cuda.mem_get_info(device)[0] if is_cuda else hardware.free_memory()
+    required, free = BYTES_PER_PARAMETER * sum(params), free_bytes(device)
     if required > free:
         raise UserError(
             f"--measure: these {len(params)} models need {required / 2**30:,.1f} GB together, and"

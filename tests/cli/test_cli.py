@@ -30,7 +30,7 @@ def test_unknown_verb(qkablate):
     done = qkablate("trian")
     assert done.code == 2
     assert done.err == (
-        "qkablate: 'trian' is not a verb; there is train, sweep, status, results, report,"
+        "qkablate: 'trian' is not a verb; there is train, sweep, ls, status, results, report,"
         " compare, claim, data, sample, inspect, project, dashboard, sync, variants, cost, verify,"
         " --help, --version"
         " (nearest: train)\n"
@@ -323,6 +323,26 @@ def test_after_divergence_a_lower_rate_is_proposed(capsys, tmp_path):
     print_next({"status": "diverged"}, words, tmp_path, 0.3)
     command = "qkablate train variant=no_q train.steps=9 optim.lr=0.03"
     assert capsys.readouterr().out == f"\nNext\n  {command}\n"
+
+
+def test_after_a_run_its_pair_and_a_sweep_are_proposed(capsys, tmp_path):
+    result = {"status": "done", "variant": "no_q", "seed": 2}
+    words = ["variant=no_q", "seed=2", "train.steps=9", "out=else where"]
+    print_next(result, words, tmp_path, 1e-3)
+    assert capsys.readouterr().out.splitlines()[2:] == [
+        "  qkablate train variant=standard seed=2 train.steps=9 'out=else where'",
+        "  qkablate sweep variant=standard,no_q 'seed=range(6)' train.steps=9 'out=else where'",
+    ]
+
+
+@pytest.mark.parametrize("extra", [["--config-dir=mine", "--config-name", "big"], ["+exp=big"]])
+def test_next_keeps_other_configurations(capsys, tmp_path, extra):
+    result = {"status": "done", "variant": "no_q", "seed": 2}
+    print_next(result, [*extra, "variant=no_q"], tmp_path, 1e-3)
+    assert capsys.readouterr().out.splitlines()[2:] == [
+        f"  qkablate train variant=standard seed=2 {' '.join(extra)}",
+        f"  qkablate train -m variant=standard,no_q seed=0,1,2 {' '.join(extra)}",
+    ]
 
 
 @pytest.mark.slow

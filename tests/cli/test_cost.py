@@ -220,3 +220,11 @@ def test_help_has_examples(qkablate, verb):
     assert done.code == 0
     assert f"Usage: qkablate {verb}" in done.out
     assert "Examples" in done.out
+
+
+def test_model_that_does_not_fit_is_not_proposed_for_training(qkablate, monkeypatch):
+    monkeypatch.setattr("qkablate.training.measure.free_bytes", lambda _: 1e9)
+    done = qkablate("cost", "--at", "gpt-j", "variant=merged_w", "device=cpu")
+    assert (done.code, done.err) == (0, "")
+    assert "training it takes 199 GB of memory, and 1 GB are free here" in done.out
+    assert done.out.endswith("\nNext\n  qkablate train variant=merged_w device=cpu\n")

@@ -283,10 +283,3 @@ def test_impossible_chart_is_rejected_before_any_work(inspect, words, message, t
     assert done.err.startswith(f"qkablate: {message}")
     assert done.err.count("\n") == 1
     assert not [*tmp_path.glob("*svg")]
-
-
-def test_missing_extra_is_named(inspect, monkeypatch):
-    monkeypatch.setitem(sys.modules, "vl_convert", None)
-    done = inspect("--text", "cat", "-o", "x.svg")
-    assert (done.code, done.err.count("\n")) == (2, 1)
-    assert "report" in done.err

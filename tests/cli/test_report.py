@@ -678,16 +678,6 @@ def test_without_readings_there_is_no_chart(qkablate, outputs, sweep):
     assert tree(outputs) == before
 
 
-@pytest.mark.parametrize("missing", ["vl_convert", "jinja2"])
-def test_missing_report_extra_is_named(qkablate, sweep, monkeypatch, missing):
-    monkeypatch.setitem(sys.modules, missing, None)
-    assert_refused(
-        qkablate("report"),
-        f"this needs {missing}, of the extra 'report': pip install 'qkablate[report]'",
-    )
-    assert not list(sweep.glob("report*"))
-
-
 # Completion.
 
 

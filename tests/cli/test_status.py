@@ -161,7 +161,9 @@ def test_deleted_runs_are_waiting(qkablate, outputs, sweep):
     assert done.out.startswith(f"{sweep.name}  4 runs: 2 done · 2 waiting\n")
     command = json.loads((sweep / "manifest.json").read_text())["command"]
     assert done.out.rstrip().splitlines()[-2].startswith("  qkablate sweep ")
-    assert all(word in done.out for word in command)
+    assert all(word in done.out for word in command if not word.startswith("out="))
+    assert "out=" not in done.out  # the sweep was moved to the default folder
+    assert "2 runs that results.csv lists as done are not in 'outputs/runs'" in done.out
     output = json.loads(qkablate("status", "--json").out)
     assert (output["runs"], output["done"], output["waiting"]) == (4, 2, 2)
     assert output["seconds_left"] is None  # nobody is at work

@@ -184,7 +184,7 @@ main(sys.argv[1:])
 @pytest.mark.parametrize(
     ("broken", "message"),
     [
-        ("sys.modules['jinja2'] = None", "this needs jinja2, of the extra 'report'"),
+        ("sys.modules['jinja2'] = None", "import of jinja2 halted"),
         ("import qkablate.report.page as p; p.render_page = lambda *_: 1 / 0", "division by zero"),
     ],
 )

@@ -81,7 +81,7 @@ class Measure:
         """Raise UserError if arms cannot be compared by the measure."""
         for arm in arms:
             source, train = arm.config.data.source, arm.config.train
-            steps, every = int(train.steps), train.eval_every
+            steps, every = int(train.steps), int(train.eval_every)
             if self.needs_task and source in TEXT_SOURCES:
                 raise UserError(
                     f"{where}: {self.name} is measured on tasks, and {source} is a text;"

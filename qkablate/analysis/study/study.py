@@ -29,7 +29,7 @@ from qkablate.sweeps.planning.manifest import (
 )
 from qkablate.sweeps.planning.surface import excess_moment
 from qkablate.sweeps.planning.tuning import LrSearch
-from qkablate.sweeps.running.results import resume_commands
+from qkablate.sweeps.running.results import describe_missing_runs, resume_commands
 from qkablate.sweeps.running.state import RunState, SweepState
 
 Seeds = tuple[tuple[str, int], ...]  # equal for the two runs of a pair
@@ -200,7 +200,7 @@ class Study:
     lr_searches: Mapping[str, LrSearch] = field(default_factory=dict)
     resume_commands: list[list[str]] = field(default_factory=list)
     manifest: Manifest | None = None  # None: runs without a sweep
-    unread: tuple[str, ...] = ()  # folders that hold no readable run, with reasons
+    unread: tuple[str, ...] = ()  # runs that are missing or cannot be read, with reasons
 
     @property
     def records(self) -> list[Record]:
@@ -286,6 +286,7 @@ def read_study(folder: Path) -> Study:
         lr_searches=lr_searches,
         resume_commands=resume_commands(sweep_state),
         manifest=manifest,
+        unread=(missing,) if (missing := describe_missing_runs(sweep_state)) else (),
     )
 
 

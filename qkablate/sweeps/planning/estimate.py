@@ -143,7 +143,7 @@ def _interpolate(arm: Arm, small: Timing, large: Timing) -> RunEstimate:
     else:
         step, memory = small.step * flops / small.flops, small.bytes
     # Evaluations of a whole split: a forward pass costs a third of a training step.
-    evaluations = steps // arm.config.train.eval_every + 3
+    evaluations = steps // int(arm.config.train.eval_every) + 3
     evaluation = arm.val_tokens / (arm.tokens / steps) * step / 3
     return RunEstimate(
         seconds=large.start + steps * step + evaluations * evaluation,

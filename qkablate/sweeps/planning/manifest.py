@@ -313,8 +313,8 @@ def find_sweep(word: str | None, out: str) -> Path:
         raise no_match("sweep", word, sweeps.parent, ())
     if word is None:
         return sweeps / names[-1]
-    if name := match_name(word, names[::-1], "sweeps"):
-        return sweeps / name
+    if match := match_name(word, [path.parent for path in paths[::-1]], "sweeps"):
+        return match
     known = {*names, *(name.rpartition("-")[0] for name in names)}
     raise no_match("sweep", word, sweeps.parent, known)
 

@@ -1,5 +1,6 @@
 """The results of a sweep, rebuilt from its runs: rows, tables, and one run in W&B."""
 
+import csv
 import dataclasses
 import io
 import json
@@ -10,13 +11,13 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-from qkablate.disk import replace_file, write_atomic
+from qkablate.disk import read_file, replace_file, write_atomic
 from qkablate.errors import sanitize
 from qkablate.runs.records import is_number
 from qkablate.runs.text_references import find_text_references
 from qkablate.sweeps.planning.manifest import Manifest
 from qkablate.sweeps.running.state import RunState, SweepState
-from qkablate.table import format_list, print_csv, print_table
+from qkablate.table import format_count, format_list, print_csv, print_table
 from qkablate.tracking.wandb.run import RunIdentity, SweepTables, WandbRun
 
 # The columns of every row.
@@ -190,6 +191,7 @@ def print_failures(sweep_state: SweepState) -> None:
             print(f"\n{status}")
         for state in states:
             overrides = manifest.arms[state.run.arm].overrides_of(state.run)
+            overrides += [] if manifest.out == "outputs" else [f"out={manifest.out}"]
             print(sanitize(f"  {state.run.name}: {state.reason or 'its process gave no reason'}"))
             print(f"    {shlex.join(['qkablate', 'train', *overrides])}")
     for search in sweep_state.lr_searches:
@@ -215,9 +217,38 @@ def log_summary(
     return run.address
 
 
+def describe_missing_runs(sweep_state: SweepState) -> str:
+    """Return that runs of results.csv are gone, and what to do; '' if none is."""
+    manifest = sweep_state.manifest
+    try:
+        text = read_file(manifest.folder / "results.csv").decode()
+        done = {row["id"] for row in csv.DictReader(io.StringIO(text)) if row["status"] == "done"}
+    except (OSError, ValueError, KeyError, csv.Error):
+        return ""
+    states = sweep_state.states.items()
+    lost = [id for id, state in states if id in done and state.status == "waiting"]
+    if not lost:
+        return ""
+    verb = "is" if len(lost) == 1 else "are"
+    return (
+        f"{format_count(len(lost), 'run')} that results.csv lists as done {verb} not in"
+        f" '{manifest.out}/runs': move them there, too; otherwise the sweep trains them again"
+    )
+
+
 def resume_commands(sweep_state: SweepState) -> list[list[str]]:
-    """Return the command that continues the sweep, if anything is left to do."""
-    counts, command = sweep_state.status_counts(), sweep_state.manifest.command[1:]
+    """Return the command that continues the sweep where it is now, if anything is left to do."""
+    counts = sweep_state.status_counts()
+    command = _with_out(sweep_state.manifest.command[1:], sweep_state.manifest.out)
     if counts["interrupted"] + counts["waiting"]:
         return [command]
     return [[*command, "--retry", "failed"]] if counts["failed"] else []
+
+
+def _with_out(command: list[str], out: str) -> list[str]:
+    """Return a command with the folder `out`; a moved sweep's own names the former one."""
+    given = [word.removeprefix("out=") for word in command if word.startswith("out=")]
+    if Path((given or ["outputs"])[-1]).expanduser().resolve() == Path(out).expanduser().resolve():
+        return command
+    words = [word for word in command if not word.startswith("out=")]
+    return words if out == "outputs" else [*words, f"out={out}"]

@@ -1,0 +1,161 @@
+"""`qkablate ls`: runs and sweeps, filtered and sorted; and what an ambiguous name leads to."""
+
+import json
+import os
+import shutil
+
+import pytest
+
+from tests.cli.helpers import complete, proposed_commands, run_in
+
+SIZE = [
+    *("model.layers=1", "model.d_model=16", "model.heads=2", "model.context=16"),
+    *("train.steps=12", "train.batch_size=2", "train.eval_every=6", "tracking.wandb=disabled"),
+]
+
+
+@pytest.fixture(scope="module")
+def finished(tmp_path_factory):
+    """Return the outputs of a sweep of two runs and of two runs beside it."""
+    folder = tmp_path_factory.mktemp("ls")
+    run_in(folder, "sweep", "sweep.name=small", "variant=standard,no_q", "sweep.floor=false", *SIZE)
+    run_in(folder, "train", "variant=merged_w", "optim.lr=2e-3", *SIZE)
+    return run_in(folder, "train", "variant=merged_w", "optim.lr=5e-3", *SIZE)
+
+
+@pytest.fixture
+def outputs(finished, tmp_path):
+    return shutil.copytree(finished, tmp_path / "outputs", symlinks=True)
+
+
+def listed(qkablate, *words):
+    """Return the names of the runs and of the sweeps in the list."""
+    done = qkablate("ls", *words, "--json")
+    assert (done.code, done.err) == (0, "")
+    content = json.loads(done.out)
+    return [[row["name"] for row in content[kind]] for kind in ("runs", "sweeps")]
+
+
+def test_newest_first_with_data_rate_and_losses(qkablate, outputs):
+    for age, run in enumerate(sorted((outputs / "runs").iterdir())):
+        for file in run.iterdir():
+            os.utime(file, (1e9 - age, 1e9 - age))
+    done = qkablate("ls")
+    assert (done.code, done.err) == (0, "")
+    lines = done.out.splitlines()
+    assert all(len(line) <= 80 for line in lines)
+    assert "small-" in lines[1]
+    assert "2/2" in lines[1]
+    runs = [line.split() for line in lines if " 12 " in line]
+    assert [row[0][:8] for row in runs] == ["merged_w", "merged_w", "no_q-d16", "standard"]
+    assert {row[3] for row in runs[:2]} == {"0.002", "0.005"}
+    assert {tuple(row[1:3]) for row in runs} == {("done", "text")}
+    sweep = next((outputs / "sweeps").iterdir())
+    assert f"  qkablate results {sweep.name}" in lines
+    assert qkablate("inspect", runs[0][0]).code == 0  # the shown name is enough
+
+
+@pytest.mark.parametrize(
+    ("words", "runs", "sweeps"),
+    [
+        (["merged_w"], 2, 0),
+        (["merged*s0"], 2, 0),
+        (["small"], 0, 1),
+        (["variant=standard,no_q"], 2, 1),
+        (["lr=2e-3"], 1, 0),
+        (["model.d_model=16", "status=done"], 4, 1),
+        (["data=text", "merged_w", "lr=0.005"], 1, 0),
+        (["status=failed"], 0, 0),
+    ],
+)
+def test_words_filter_by_name_and_config(qkablate, outputs, words, runs, sweeps):
+    assert [len(names) for names in listed(qkablate, *words)] == [runs, sweeps]
+
+
+def test_sort_and_limit(qkablate, outputs):
+    by_name, _ = listed(qkablate, "--sort", "name")
+    assert by_name == sorted(by_name)
+    assert listed(qkablate, "--sort", "name", "--limit", "1")[0] == by_name[:1]
+    assert "and 3 more (--all)" in qkablate("ls", "--limit", "1").out
+    rates = json.loads(qkablate("ls", "merged_w", "--sort", "lr", "--json").out)["runs"]
+    assert [row["config"]["optim.lr"] for row in rates] == [0.002, 0.005]
+    losses = json.loads(qkablate("ls", "--sort", "loss", "--json").out)["runs"]
+    assert [row["test_loss"] for row in losses] == sorted(row["test_loss"] for row in losses)
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["model.d_modle=16"], "model.d_modle: there is no such key (nearest: model.d_model)"),
+        (["lr="], "lr: a value is missing"),
+        (["--sort", "los"], "--sort: 'los' is not one of age"),
+        (["--all", "--limit", "2"], "--all and --limit: give one of the two"),
+    ],
+)
+def test_mistakes_are_one_line(qkablate, outputs, words, message):
+    done = qkablate("ls", *words)
+    assert (done.code, done.out) == (2, "")
+    assert done.err.startswith(f"qkablate: {message}")
+    assert done.err.count("\n") == 1
+
+
+def test_empty_folder_names_the_first_command(qkablate):
+    done = qkablate("ls")
+    assert (done.code, done.err) == (0, "")
+    assert done.out == "'outputs' has 0 runs and 0 sweeps\n\nNext\n  qkablate train\n"
+    assert listed(qkablate) == [[], []]
+
+
+def test_damaged_files_are_listed_as_damaged(qkablate, outputs):
+    run = next((outputs / "runs").glob("no_q*"))
+    (run / "config.yaml").write_text("{", encoding="utf-8")
+    (next((outputs / "sweeps").iterdir()) / "manifest.json").write_text("{", encoding="utf-8")
+    done = qkablate("ls")
+    assert (done.code, done.err) == (0, "")
+    assert done.out.count("damaged") == 2
+
+
+def test_ambiguous_name_lists_the_runs_and_says_how_to_list_all(qkablate, outputs):
+    done = qkablate("inspect", "merged_w")
+    assert (done.code, done.out, done.err.count("\n")) == (2, "", 1)
+    assert "'merged_w' matches 2 runs: merged_w-d16-h2-s0-" in done.err
+    assert "(lr 0.002, done, " in done.err
+    assert "(lr 0.005, done, " in done.err
+    assert "text" not in done.err  # equal data are not shown
+    assert done.err.endswith("or list them: qkablate ls merged_w\n")
+
+
+def test_results_and_report_take_runs_without_a_sweep(qkablate, outputs):
+    runs = [str(folder) for folder in sorted((outputs / "runs").iterdir())]
+    named = qkablate("results", *runs[2:])
+    assert (named.code, named.err) == (0, "")
+    assert "gaps to standard-d16-h2, paired by seed" in named.out
+    assert proposed_commands(named)[0][1:4] == ["results", *runs[2:]]
+    shutil.rmtree(outputs / "sweeps")
+    done = qkablate("results")
+    assert (done.code, done.err) == (0, "")
+    assert all(name in done.out for name in ("merged_w-d16-h2", "no_q-d16-h2", "standard-d16-h2"))
+    assert qkablate("report", "-o", "all.md").code == 0
+
+
+def test_results_of_a_sweep_and_a_run_together_are_rejected(qkablate, outputs):
+    done = qkablate("results", "small", "no_q")
+    assert (done.code, done.err.count("\n")) == (2, 1)
+    assert "qkablate report small no_q" in done.err
+
+
+def test_sweep_moved_without_its_runs_says_so_and_where_to_resume(qkablate, outputs):
+    (outputs / "sweeps").rename(outputs.parent / "sweeps")
+    moved = outputs.parent / "elsewhere"
+    moved.mkdir()
+    (outputs.parent / "sweeps").rename(moved / "sweeps")
+    for verb in ("status", "results"):
+        done = qkablate(verb, "out=elsewhere")
+        assert (done.code, done.err) == (1, "")
+        assert "2 runs that results.csv lists as done are not in 'elsewhere/runs'" in done.out
+        assert proposed_commands(done)[0][-1] == "out=elsewhere"
+
+
+def test_completion(qkablate, monkeypatch, outputs):
+    offered = {*complete(qkablate, monkeypatch, "qkablate ls ", "bash")}
+    assert {"status=", "--sort", "--limit", "--json", "out="} <= offered
