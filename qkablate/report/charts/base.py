@@ -138,6 +138,12 @@ def color_by(field: str, steps: list[float], shades: Sequence[str] = SHADES) -> 
     return {"field": field, "type": "quantitative", "scale": scale, "legend": None}
 
 
+def shade_legend(title: str) -> Spec:
+    """Return the legend of shades that begin at steps, as a bar below the panel."""
+    place = {"orient": "bottom", "direction": "horizontal", "gradientLength": 260}
+    return {"title": title, "type": "gradient", "titleColor": "var(--faint)", **place}
+
+
 def by_variant(section: Section, *attributes: str) -> Spec:
     """Return the encodings of variants by `color`, `dash` or `shape`."""
     encoding = {}

@@ -1,5 +1,6 @@
 """Gap and loss by size, cost and learning rate."""
 
+import statistics
 from collections.abc import Callable
 
 from qkablate.analysis.stats import Sample
@@ -34,25 +35,42 @@ def heat_map_chart(section: Section) -> Chart:
             {"arm": gap.arm, "variant": arm.variant, "size": f"d{model.d_model} h{model.heads}"}
             | {"order": model.d_model * 1000 + model.heads, "gap": gap.mean or 0.0, "n": gap.n}
             | {"text": text, "estimate": estimate, "half": beside}
+            | {"decided": not text.startswith("(")}
         )
-    panels = [_heat_panel(rest, rows) for rest, rows in cells.items() if len(rows) > 1]
     all_rows = [row for rows in cells.values() for row in rows]
+    steps = _heat_steps(section, [abs(row["gap"]) for row in all_rows])
+    shown = {rest: rows for rest, rows in cells.items() if len(rows) > 1}
+    panels = [
+        _heat_panel(rest, rows, steps, has_legend=number == 0)
+        for number, (rest, rows) in enumerate(shown.items())
+    ]
     caption = (
         "Gap in test loss, nats per token, ± half of its 95 % interval"
-        f" ({format_n([row['n'] for row in all_rows if row['n']])}). Blue is better. In"
-        " parentheses: no difference found (Holm over all gaps), or rates not tuned."
+        f" ({format_n([row['n'] for row in all_rows if row['n']])}). Blue is better, on"
+        " one scale for all panels. In parentheses and gray: no difference found (Holm over all"
+        " gaps), or rates not tuned."
     )
     if any("∞" in row["half"] for row in all_rows):
         caption += " ∞: runs diverged, so the interval is unbounded on that side."
     return Chart("heat", "Gap by size", caption, panels)
 
 
-def _heat_panel(title: str, rows: list[Spec]) -> ChartPanel:
+def _heat_steps(section: Section, sizes: list[float]) -> list[float]:
+    """Return where shades begin: up to the largest gap, or to a size that matters if it is less."""
+    gaps = section.summary.gaps
+    floors = [gap.margin.nats for gap in gaps if gap.margin]
+    floors = floors or [gap.detectable for gap in gaps if gap.detectable is not None]
+    largest = max([*sizes, statistics.median(floors or [0.0])]) or 1.0
+    return [base.round_digits(largest * share, 2) for share in (-0.6, -0.25, -0.05, 0.05, 0.25, 0.6)]
+
+
+def _heat_panel(title: str, rows: list[Spec], steps: list[float], has_legend: bool) -> ChartPanel:
     by_size = sorted(rows, key=lambda row: row["order"])
     sizes, names = list(dict.fromkeys(row["size"] for row in by_size)), base.find_variants(rows)
-    largest = max(abs(row["gap"]) for row in rows) or 1.0
-    steps = [largest * step for step in (-0.6, -0.25, -0.05, 0.05, 0.25, 0.6)]
-    color = {"color": base.color_by("gap", steps)}
+    shade = base.color_by("gap", steps)
+    shade["condition"] = {"test": {"field": "decided", "equal": False}, "value": "var(--none)"}
+    if has_legend:
+        shade["legend"] = base.shade_legend("gap, nats")
     bare: Spec = {"ticks": False, "domain": False}
     cell = {
         "x": {"field": "size", "type": "nominal", "sort": sizes, "title": None}
@@ -63,7 +81,7 @@ def _heat_panel(title: str, rows: list[Spec]) -> ChartPanel:
     }
     ink = "var(--ink)"
     layers = [
-        base.make_layer("rect", color, stroke="var(--ground)", strokeWidth=2),
+        base.make_layer("rect", {"color": shade}, stroke="var(--ground)", strokeWidth=2),
         base.make_layer("text", {"text": {"field": "text"}}, fontSize=11, color=ink, dy=-6),
         base.make_layer("text", {"text": {"field": "half"}}, fontSize=10, color=ink, dy=8),
     ]

@@ -19,6 +19,7 @@ from qkablate.report.render import combine_panels, render_chart
 from qkablate.report.text.numbers import format_gap
 
 THREE = ("variant=standard,no_q,shared_qk", "seed=range(6)")
+SIZES = ("variant=standard,no_q", "model.d_model=16,32", "seed=range(3)")
 TUNED = ("variant=standard,no_q", "seed=range(2)", "sweep.tune=true")
 RATES = ("variant=standard,no_q", "seed=range(2)", "optim.lr=5e-4,1e-3,2e-3")
 ALONE = ("variant=no_q", "seed=0", "sweep.baseline=null")
@@ -318,6 +319,42 @@ def test_heat_map_shades_go_from_better_to_worse(section):
     assert [shade[6:9] for shade in shades] == ["low"] * 3 + ["mid"] + ["hig"] * 3
     assert scale["domain"] == sorted(scale["domain"])
     assert len(shades) == len(scale["domain"]) + 1
+
+
+def heat_scales(section):
+    return [
+        layer["encoding"]["color"]["scale"]["domain"]
+        for panel in charts_by_name(section)["heat"].panels
+        for layer in panel.spec["layer"]
+        if "color" in layer.get("encoding", {})
+    ]
+
+
+def test_heat_map_has_one_scale_for_all_panels(make_world, loss_of, section_of):
+    world = make_world(*SIZES, "control=none,params").finish(loss_of)
+    scales = heat_scales(section_of(world))
+    assert len(scales) > 1
+    assert all(scale == scales[0] for scale in scales)
+    largest = max(abs(gap.mean) for gap in section_of(world).summary.gaps)
+    assert scales[0][-1] == pytest.approx(0.6 * largest, rel=0.01)
+
+
+def test_gaps_below_the_margin_are_pale(make_world, section_of):
+    world = make_world(*SIZES).finish(lambda run: 2 - 5e-6 * run.arm.startswith("no_q"))
+    (scale,) = heat_scales(section_of(world, 0.01))
+    assert scale[-1] == pytest.approx(0.006)
+
+
+def test_gaps_without_a_difference_are_gray(section):
+    (panel,) = charts_by_name(section)["heat"].panels
+    color = panel.spec["layer"][0]["encoding"]["color"]
+    assert color["condition"] == {
+        "test": {"field": "decided", "equal": False},
+        "value": "var(--none)",
+    }
+    assert color["legend"]["title"] == "gap, nats"
+    for row in heat_rows(section):
+        assert row["decided"] != row["text"].startswith("(")
 
 
 # Curves
