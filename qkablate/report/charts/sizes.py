@@ -61,7 +61,9 @@ def _heat_steps(section: Section, sizes: list[float]) -> list[float]:
     floors = [gap.margin.nats for gap in gaps if gap.margin]
     floors = floors or [gap.detectable for gap in gaps if gap.detectable is not None]
     largest = max([*sizes, statistics.median(floors or [0.0])]) or 1.0
-    return [base.round_digits(largest * share, 2) for share in (-0.6, -0.25, -0.05, 0.05, 0.25, 0.6)]
+    return [
+        base.round_digits(largest * share, 2) for share in (-0.6, -0.25, -0.05, 0.05, 0.25, 0.6)
+    ]
 
 
 def _heat_panel(title: str, rows: list[Spec], steps: list[float], has_legend: bool) -> ChartPanel:

@@ -195,7 +195,7 @@ def test_forest_plot_shows_the_gaps_of_the_analysis(section_named, name):
     rows = gap_rows(section)
     assert len(rows) == len(found) > 0
     for row, one in zip(rows, found, strict=True):
-        assert row["arm"].startswith(f"{one.arm}  (n = {one.n}")
+        assert row["arm"].startswith(f"{section.labels[one.arm]}  (n = {one.n}")
         assert row["gap"] == one.mean
         assert (row["low"], row["high"]) == (one.interval or (None, None))
         assert row["n"] == one.n
@@ -262,6 +262,54 @@ def test_single_pair_has_no_bar_and_a_note(section_named):
     section = section_named("one seed")
     assert all(row["low"] is None for row in gap_rows(section))
     assert "No bar" in charts_by_name(section)["gaps"].caption
+
+
+def layers_of(section, mark):
+    (panel,) = charts_by_name(section)["gaps"].panels
+    return [layer for layer in panel.spec["layer"] if layer["mark"]["type"] == mark]
+
+
+def test_labels_leave_out_what_all_arms_share(section, section_named):
+    assert section.labels["no_q-d16-h2"] == "no_q-d16"
+    assert section_named("diverged").labels["shared_qk-d16-h2"] == "shared_qk"
+    assert {*section_named("rates").labels.values()} == {
+        f"{variant} lr {lr}"
+        for variant in ("standard", "no_q")
+        for lr in ("0.0005", "0.001", "0.002")
+    }
+
+
+def test_margin_is_a_band(make_world, loss_of, section_of):
+    section = section_of(make_world(*SIZES).finish(loss_of), 0.02)
+    (band,) = layers_of(section, "rect")
+    assert band["data"]["values"] == [{"from": -0.02, "to": 0.02}]
+    assert "Shaded: the margin, ± 0.02 nats" in charts_by_name(section)["gaps"].caption
+
+
+def test_rows_are_grouped_by_size(section):
+    names = layers_of(section, "point")[-1]["encoding"]["y"]["scale"]["domain"]
+    assert [name.partition("  ")[0] for name in names] == [
+        *("no_q-d16", "shared_qk-d16", " ", "no_q-d32", "shared_qk-d32")
+    ]
+
+
+@pytest.mark.parametrize(("lead", "is_drawn"), [(-9.9, True), (0.0, False)])
+def test_floor_is_drawn_or_written_at_the_edge(make_world, loss_of, section_of, lead, is_drawn):
+    """FLOOR_LEAD of the made results is 10 nats, which would compress the axis."""
+    world = make_world("variant=standard,no_q", "seed=range(3)", "sweep.floor=true")
+    section = section_of(
+        world.finish(lambda run: loss_of(run) + lead * run.arm.startswith("uniform"))
+    )
+    rows = [
+        row
+        for mark in ("point", "text")
+        for layer in layers_of(section, mark)
+        for row in layer.get("data", {"values": []})["values"]
+    ]
+    (floor,) = rows
+    assert floor["arm"] == "uniform, floor  (n = 3)"
+    assert bool(layers_of(section, "text")) != is_drawn
+    assert "Floor: attention that averages all tokens." in charts_by_name(section)["gaps"].caption
 
 
 # The heat
