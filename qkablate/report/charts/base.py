@@ -5,6 +5,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from qkablate.report.section import Section
+from qkablate.report.text.table import Table
 
 Spec = dict[str, Any]
 ROW_HEIGHT = 24  # pixels
@@ -32,6 +33,7 @@ class Chart:
     title: str
     caption: str
     panels: list[ChartPanel]
+    table: Table | None = None  # numbers below the panels, or in place of them
 
     @property
     def variants(self) -> list[str]:
