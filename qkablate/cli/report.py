@@ -181,7 +181,10 @@ def _render(sections: list[Any], target: Path, form: str) -> Iterator[tuple[Path
         yield target, markdown.render_markdown(sections).encode()
     else:
         drawn = [
-            (i, section, c) for i, section in enumerate(sections, 1) for c in make_charts(section)
+            (i, section, chart)
+            for i, section in enumerate(sections, 1)
+            for chart in make_charts(section)
+            if chart.panels
         ]
         if not drawn:
             raise UserError("there is nothing to draw yet: no run has been evaluated")

@@ -9,6 +9,7 @@ from qkablate.report.text.table import Table
 
 Spec = dict[str, Any]
 ROW_HEIGHT = 24  # pixels
+LOG_MARK = " (log)"  # page.js removes it from linear axes
 SHADES = ("low3", "low2", "low1", "mid", "high1", "high2", "high3")  # of negative and positive
 
 
@@ -54,8 +55,8 @@ def number_axis(field: str, title: str, **scale: object) -> Spec:
 
 
 def log_axis(field: str, title: str, form: str = "~s", **scale: object) -> Spec:
-    """Return a logarithmic axis with few labels."""
-    axis = number_axis(field, title, type="log", nice=False, **scale)
+    """Return a logarithmic axis with few labels, marked as one."""
+    axis = number_axis(field, f"{title}{LOG_MARK}", type="log", nice=False, **scale)
     return axis | {"axis": {"format": form, "tickCount": 5}}
 
 

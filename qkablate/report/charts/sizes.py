@@ -91,6 +91,7 @@ def _heat_panel(title: str, rows: list[Spec], steps: list[float], has_legend: bo
     return ChartPanel(title, spec | {"encoding": cell, "layer": layers})
 
 
+_DODGE = 0.015  # of the axis, between two arms of equal cost
 _FLOPS = "training FLOPs"
 _COSTS: dict[str, Callable[[Entry], float]] = {
     "parameters without embeddings": lambda entry: float(entry.arm.params),
@@ -99,12 +100,35 @@ _COSTS: dict[str, Callable[[Entry], float]] = {
 }
 
 
-def cost_chart(section: Section) -> Chart:
-    """Chart the loss against parameters, FLOPs and KV cache."""
+def _size(entry: Entry) -> tuple[int | str, ...]:
+    """Return the size of an arm's model and the length of its training."""
+    model = entry.arm.config.model
+    return model.layers, model.d_model, model.heads, entry.tokens
+
+
+def _dodge(rows: list[Spec]) -> list[Spec]:
+    """Return the rows with their place on the axis: arms of equal cost stand side by side."""
+    by_cost: dict[float, list[Spec]] = {}
+    for row in rows:
+        by_cost.setdefault(row["cost"], []).append(row)
+    span = max(by_cost) / min(by_cost)
+    placed = []
+    for row in rows:
+        same = by_cost[row["cost"]]
+        shift = same.index(row) - (len(same) - 1) / 2
+        placed.append(row | {"at": base.round_digits(row["cost"] * span ** (_DODGE * shift), 5)})
+    return placed
+
+
+def cost_chart(section: Section) -> Chart | None:
+    """Chart the loss against parameters, FLOPs and KV cache, where arms have several sizes."""
     by_data: dict[str, list[Entry]] = {}
     for entry in section.study.entries:
         if entry.losses:
             by_data.setdefault(str(entry.arm.facts.get("data_fingerprint")), []).append(entry)
+    sizes = {_size(entry) for entries in by_data.values() for entry in entries}
+    if len(sizes) < 2:  # the table of verdicts tells what variants of one size cost
+        return None
     panels, hidden, counts = [], 0, []
     for unit, cost in _COSTS.items():
         for entries in by_data.values():
@@ -123,7 +147,7 @@ def cost_chart(section: Section) -> Chart:
                 counts += [row["n"] for row in rows]
     caption = (
         f"Mean test loss of each arm; bar: 95 % interval over seeds ({format_n(counts)}). Lower"
-        " left is better."
+        " left is better. Arms of equal cost stand side by side."
     )
     if hidden:
         caption += (
@@ -143,7 +167,8 @@ def _cost_panel(section: Section, title: str, rows: list[Spec], unit: str) -> Ch
     y = base.number_axis("loss", "test loss, nats per token", zero=False)
     tooltip = base.make_tooltip(arm="", estimate="test loss, 95 % interval", n="")
     tooltip.append({"field": "cost", "type": "quantitative", "title": unit, "format": ".3s"})
-    encoding = {"x": base.log_axis("cost", unit, padding=24), "y": y} | color
+    rows = _dodge(rows)
+    encoding = {"x": base.log_axis("at", unit, padding=24), "y": y} | color
     points = encoding | {"tooltip": tooltip} | base.by_variant(section, "shape")
     layers = [
         *base.interval_layer("rule", "y", rows, encoding, opacity=0.6),

@@ -170,8 +170,8 @@ def test_charts_with_data_are_made(section_named):
         "finished": ["gaps", "losses", "gap-curves", "heat", "costs"],
         "not begun": [],
         "one run": ["losses"],
-        "one seed": ["gaps", "losses", "gap-curves", "heat", "costs"],
-        "tuned": ["gaps", "losses", "gap-curves", "costs", "rates"],
+        "one seed": ["gaps", "losses", "gap-curves", "heat"],
+        "tuned": ["gaps", "losses", "gap-curves", "rates"],
     }
     for name, found in expected.items():
         own = [*charts_by_name(section_named(name))]
@@ -482,6 +482,29 @@ def test_arms_of_one_variant_are_told_apart_by_labels(section):
     assert label["label"] == "params"
 
 
+@pytest.mark.parametrize(("chance", "loss"), [(1 / 32, math.log(32)), (2 / 3, 0.63651)])
+def test_loss_chart_of_a_task_has_a_line_at_chance(make_world, section_of, loss_of, chance, loss):
+    world = make_world("variant=standard,no_q", "seed=0,1")
+    world.finish(
+        lambda run: {"loss": dict.fromkeys(("train", "val", "test"), 2.0), "chance": chance}
+    )
+    for run in world.runs():
+        world.curve(run, dict.fromkeys(range(1, 7), 2.0))
+    chart = charts_by_name(section_of(world))["losses"]
+    rule, text = chart.panels[0].spec["layer"][:2]
+    assert rule["mark"]["type"] == "rule"
+    assert rule["data"]["values"] == [{"loss": pytest.approx(loss, abs=1e-4)}]
+    assert text["mark"]["text"].startswith("chance, ")
+    assert "guessing" in chart.caption
+
+
+def test_logarithmic_axes_are_marked(section):
+    for chart in make_charts(section):
+        for found in within([panel.spec for panel in chart.panels]):
+            if isinstance(found.get("scale"), dict) and isinstance(found.get("title"), str):
+                assert found["title"].endswith(" (log)") == (found["scale"].get("type") == "log")
+
+
 def test_curves_of_different_variants_have_no_labels(section):
     for panel in charts_by_name(section)["losses"].panels:
         assert "text" not in {layer["mark"]["type"] for layer in panel.spec["layer"]}
@@ -553,6 +576,18 @@ def test_cost_chart_shows_the_costs_of_the_arms(section):
         }
         for row in rows:
             assert row["loss"] == section.entries[row["arm"]].sample.mean
+
+
+def test_arms_of_equal_cost_stand_side_by_side(section):
+    for panel in charts_by_name(section)["costs"].panels:
+        rows = panel.spec["data"]["values"]
+        assert len({row["at"] for row in rows}) == len(rows) > len({row["cost"] for row in rows})
+        for row in rows:
+            assert row["at"] == pytest.approx(row["cost"], rel=0.05)
+
+
+def test_cost_chart_needs_several_sizes(section_named):
+    assert "costs" not in charts_by_name(section_named("diverged"))
 
 
 def test_cost_chart_shows_the_longest_training_only(section_named):
