@@ -173,6 +173,7 @@ def _render(sections: list[Any], target: Path, form: str) -> Iterator[tuple[Path
     from qkablate.report.charts import make_charts
     from qkablate.report.render import render_chart
     from qkablate.report.text import page as markdown
+    from qkablate.report.text.setting import format_setting
 
     if form == "html":
         title = ", ".join(section.title for section in sections)
@@ -191,4 +192,7 @@ def _render(sections: list[Any], target: Path, form: str) -> Iterator[tuple[Path
         for number, section, chart in drawn:
             part = f"-{number}" if len(sections) > 1 else ""
             name = f"{target.stem}{part}-{chart.name}.{form}"
-            yield target.with_name(name), render_chart(chart, section.title, form)
+            yield (
+                target.with_name(name),
+                render_chart(chart, section.title, form, format_setting(section)),
+            )
