@@ -74,7 +74,10 @@ def _make_section(section: Section, number: int, panels: list[Any]) -> dict[str,
             "claim": claim,
             "heading": "Verdicts" if judgement is None else "Arm by arm",
             "columns": rows.verdict_columns(section),
-            "arms": [[vars(cell) for cell in row] for row in verdicts],
+            "arms": [
+                [{"text": section.labels[row[0].text]}, *(vars(cell) for cell in row[1:])]
+                for row in verdicts
+            ],
             "count": format_count(len(verdicts), "arm"),
             "verdict_words": sorted({str(row[2].key) for row in verdicts}),
             "notes": make_notes(section),

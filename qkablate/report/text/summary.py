@@ -47,7 +47,8 @@ def summarize(section: Section) -> list[str]:
     for gap in measured:
         by_data.setdefault(section.entries[gap.arm].arm.config.data.source, []).append(gap)
     sentences = [
-        f"On {source}: {_summarize_gaps(section, gaps)}." for source, gaps in by_data.items()
+        f"On {source}, {_summarize_gaps(section, gaps, 'compared')}."
+        for source, gaps in by_data.items()
     ]
     if len(by_data) == 1:
         sentences = [f"{_summarize_gaps(section, measured)}."]
@@ -111,7 +112,9 @@ def _count_with_verb(runs: int) -> str:
     return f"{format_count(runs, 'run')} {'has' if runs == 1 else 'have'}"
 
 
-def _summarize_gaps(section: Section, measured: list[GapSummary]) -> str:
+def _summarize_gaps(
+    section: Section, measured: list[GapSummary], compared: str = "Compared"
+) -> str:
     """Describe each variant once, by its decisions over all sizes."""
     variant_of = {name: entry.arm.variant for name, entry in section.entries.items()}
     source_of = {name: entry.arm.config.data.source for name, entry in section.entries.items()}
@@ -133,7 +136,7 @@ def _summarize_gaps(section: Section, measured: list[GapSummary]) -> str:
     baselines = _join(sorted({variant_of[gap.baseline] for gap in measured}))
     nats = measured[0].margin and f"{measured[0].margin.nats:g} nats"
     parts = [_PHRASES[word].format(_join(own), margin=nats) for word, own in names.items() if own]
-    text = f"Compared with {baselines} on the same data and seeds, {'; '.join(parts)}"
+    text = f"{compared} with {baselines} on the same data and seeds, {'; '.join(parts)}"
     scopes = {scope for gap in measured for scope in gap.scopes} - {RateScope.SIGN_DEPENDS}
     return f"{text}; this holds {_join(sorted(scopes))}" if scopes else text
 
