@@ -60,8 +60,8 @@ def combine_panels(chart: Chart, subject: str, setting: str = "") -> Spec:
     title = {"text": [f"{chart.title} · {subject}"], "anchor": "start", "fontSize": 15}
     is_narrow = columns == 1 and isinstance(shown[0].spec.get("width"), dict)  # cells of a table
     characters = 112 if columns == 2 else 60 if is_narrow else 96
-    title |= {"subtitle": textwrap.wrap(setting, characters), "subtitleFontSize": 11}
-    title["subtitle"] += textwrap.wrap(caption, characters)
+    lines = [*textwrap.wrap(setting, characters), *textwrap.wrap(caption, characters)]
+    title |= {"subtitle": lines, "subtitleFontSize": 11}
     config = CONFIG | {"background": "var(--ground)", "font": "sans-serif"}
     # A viewer's font may be wider than the one that the layout is computed with.
     padding = {"left": 36, "top": 14, "right": 56, "bottom": 14}

@@ -174,12 +174,10 @@ def _floor_rows(section: Section) -> dict[str, Spec]:
         sample, interval = floor.sample, floor.sample.interval()
         low, high = interval or (sample.mean, sample.mean)
         estimate = format_gap(sample.mean, interval)
-        rows[family.baseline.name] = {
-            "arm": f"{section.labels[floor.arm.name]}, floor  (n = {sample.n})",
-            "variant": floor.arm.arm.variant,
-            **{"gap": sample.mean, "low": low, "high": high, "estimate": estimate},
-            **{"baseline": family.baseline.name, "beyond": f"{estimate} →"},
-        }
+        row: Spec = {"arm": f"{section.labels[floor.arm.name]}, floor  (n = {sample.n})"}
+        row |= {"variant": floor.arm.arm.variant, "baseline": family.baseline.name}
+        row |= {"gap": sample.mean, "low": low, "high": high, "estimate": estimate}
+        rows[family.baseline.name] = row | {"beyond": f"{estimate} →"}
     return rows
 
 

@@ -129,7 +129,7 @@ def _single_head_chart(all_cells: list[tuple[str, dict[str, list[Spec]], list[in
                 key = (row["arm"], size, str(row["layer"]))
                 values.setdefault(key, {})[metric] = row["value"]
     metrics = [*head_metrics.BY_HEAD.values()]
-    rows = [
+    cells = [
         [*key, *(format_known(own.get(m), ".3g") for m in metrics)] for key, own in values.items()
     ]
     counts = [n for _, _, numbers in all_cells for n in numbers]
@@ -138,7 +138,7 @@ def _single_head_chart(all_cells: list[tuple[str, dict[str, list[Spec]], list[in
         " −1 for an antisymmetric one; induction is the attention to the token that followed the"
         " previous occurrence of the same token."
     )
-    table = Table("The head of each layer", ["arm", "size", "layer", *metrics], rows)
+    table = Table("The head of each layer", ["arm", "size", "layer", *metrics], cells)
     return Chart("head-maps", "Head by head", caption, [], table)
 
 
