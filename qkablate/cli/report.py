@@ -136,6 +136,7 @@ def _render(sections: list[Any], target: Path, form: str) -> Iterator[tuple[Path
     from qkablate.report.charts import make_charts
     from qkablate.report.render import render_chart
     from qkablate.report.text import page as markdown
+    from qkablate.report.text.setting import format_setting
 
     if form == "html":
         title = ", ".join(section.title for section in sections)
@@ -144,11 +145,17 @@ def _render(sections: list[Any], target: Path, form: str) -> Iterator[tuple[Path
         yield target, markdown.render_markdown(sections).encode()
     else:
         drawn = [
-            (i, section, c) for i, section in enumerate(sections, 1) for c in make_charts(section)
+            (i, section, chart)
+            for i, section in enumerate(sections, 1)
+            for chart in make_charts(section)
+            if chart.panels
         ]
         if not drawn:
             raise UserError("there is nothing to draw yet: no run has been evaluated")
         for number, section, chart in drawn:
             part = f"-{number}" if len(sections) > 1 else ""
             name = f"{target.stem}{part}-{chart.name}.{form}"
-            yield target.with_name(name), render_chart(chart, section.title, form)
+            yield (
+                target.with_name(name),
+                render_chart(chart, section.title, form, format_setting(section)),
+            )

@@ -59,7 +59,7 @@ def _make_tables(folder: Path, note: Callable[[str], None]) -> SweepTables:
     for gap in gaps[:MAX_SUMMARY_GAPS]:
         summary[f"gap/{gap['arm']}"] = {name: gap[name] for name in _SUMMARY_COLUMNS}
     pages = {"report": render_page([section], section.title)}
-    for chart in make_charts(section):
+    for chart in [chart for chart in make_charts(section) if chart.panels]:
         try:
             drawn = render_chart(chart, section.title, "svg").decode()
         except UserError as error:

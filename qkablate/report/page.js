@@ -9,7 +9,8 @@
 
   // Charts. A hidden panel has no width yet and is drawn once it is shown.
   const straight = (spec) => JSON.parse(JSON.stringify(spec), (key, value) =>
-    value && value.type === "log" ? {...value, type: "linear", zero: false} : value);
+    value && value.type === "log" ? {...value, type: "linear", zero: false}
+      : key === "title" && typeof value === "string" ? value.replace(/ \(log\)$/, "") : value);
   async function draw(place) {
     if (place.dataset.drawn === String(linear.checked) || place.closest("[hidden]")) return;
     place.dataset.drawn = String(linear.checked);

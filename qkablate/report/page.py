@@ -20,7 +20,8 @@ from qkablate.report.render import CONFIG, SHAPE_PATHS
 from qkablate.report.section import Section
 from qkablate.report.text.claims import format_claim, make_claim_table
 from qkablate.report.text.numbers import sanitize_all
-from qkablate.report.text.summary import summarize
+from qkablate.report.text.setting import format_question, format_setting
+from qkablate.report.text.summary import list_gaps, summarize
 from qkablate.table import format_count
 
 
@@ -63,6 +64,9 @@ def _make_section(section: Section, number: int, panels: list[Any]) -> dict[str,
             "id": f"c{number + 1}",
             "title": section.title,
             "status": format_status(section),
+            "question": format_question(section) if judgement is None else "",
+            "setting": format_setting(section),
+            "gaps": list_gaps(section),
             "answer": summarize(section),
             "verdict": judgement and judgement.headline,
             "says": judgement and judgement.claim.says,
@@ -70,7 +74,10 @@ def _make_section(section: Section, number: int, panels: list[Any]) -> dict[str,
             "claim": claim,
             "heading": "Verdicts" if judgement is None else "Arm by arm",
             "columns": rows.verdict_columns(section),
-            "arms": [[vars(cell) for cell in row] for row in verdicts],
+            "arms": [
+                [{"text": section.labels[row[0].text]}, *(vars(cell) for cell in row[1:])]
+                for row in verdicts
+            ],
             "count": format_count(len(verdicts), "arm"),
             "verdict_words": sorted({str(row[2].key) for row in verdicts}),
             "notes": make_notes(section),

@@ -32,6 +32,7 @@ _COLORS = {  # light, dark
     "low3": ("#5b8fd6", "#2a63b0"),
     "low2": ("#9bbce8", "#27528c"),
     "low1": ("#d3e1f5", "#20364f"),
+    "none": ("#e4e6ea", "#3a3f47"),  # no difference found
     "mid": ("#f6f7f9", "#1b1f26"),
     "high1": ("#f9e0c8", "#4a3320"),
     "high2": ("#f0b988", "#80501f"),

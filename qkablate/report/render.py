@@ -29,11 +29,11 @@ SHAPE_PATHS = {
 }
 
 
-def render_chart(chart: Chart, subject: str, form: str) -> bytes:
+def render_chart(chart: Chart, subject: str, form: str, setting: str = "") -> bytes:
     """Return a chart of a section or a run, named in its title, as `svg` or `png`."""
     import vl_convert
 
-    text = use_light_colors(json.dumps(sanitize_all(combine_panels(chart, subject))))
+    text = use_light_colors(json.dumps(sanitize_all(combine_panels(chart, subject, setting))))
     try:
         if form == "svg":
             return str(vl_convert.vegalite_to_svg(text)).encode()
@@ -42,8 +42,8 @@ def render_chart(chart: Chart, subject: str, form: str) -> bytes:
         raise UserError(f"chart '{chart.name}' cannot be rendered") from None
 
 
-def combine_panels(chart: Chart, subject: str) -> Spec:
-    """Return all panels as one spec, with a legend and the caption."""
+def combine_panels(chart: Chart, subject: str, setting: str = "") -> Spec:
+    """Return all panels as one spec, with a legend, the setting of the runs and the caption."""
     shown = chart.panels[:MAX_PANELS]
     caption = chart.caption
     if len(shown) < len(chart.panels):
@@ -60,7 +60,8 @@ def combine_panels(chart: Chart, subject: str) -> Spec:
     title = {"text": [f"{chart.title} · {subject}"], "anchor": "start", "fontSize": 15}
     is_narrow = columns == 1 and isinstance(shown[0].spec.get("width"), dict)  # cells of a table
     characters = 112 if columns == 2 else 60 if is_narrow else 96
-    title |= {"subtitle": textwrap.wrap(caption, characters), "subtitleFontSize": 11}
+    lines = [*textwrap.wrap(setting, characters), *textwrap.wrap(caption, characters)]
+    title |= {"subtitle": lines, "subtitleFontSize": 11}
     config = CONFIG | {"background": "var(--ground)", "font": "sans-serif"}
     # A viewer's font may be wider than the one that the layout is computed with.
     padding = {"left": 36, "top": 14, "right": 56, "bottom": 14}

@@ -1,5 +1,6 @@
 """A section of the report: a sweep, a claim or standalone runs, with their analysis."""
 
+import re
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -48,6 +49,22 @@ class Section:
     @cached_property
     def entries(self) -> dict[str, Entry]:
         return {entry.name: entry for entry in self.study.entries}
+
+    @cached_property
+    def labels(self) -> dict[str, str]:
+        """Names of the arms without what all of them share: no_q of no_q-d64-h4 at one size."""
+        parts = {  # with the separators before them; 1e-3 is one part
+            entry.name: re.split(
+                r"(?=(?<!\de)-)|(?= lr )", entry.name.removeprefix(entry.arm.variant)
+            )
+            for entry in self.study.entries
+        }
+        shared = set.intersection(*map(set, parts.values())) if len(parts) > 1 else set()
+        labels = {
+            name: self.entries[name].arm.variant + "".join(p for p in own if p not in shared)
+            for name, own in parts.items()
+        }
+        return labels if len({*labels.values()}) == len(labels) else {name: name for name in labels}
 
     @cached_property
     def groups(self) -> dict[str, list[Entry]]:

@@ -188,9 +188,21 @@ def test_page_fits_the_window_and_follows_the_color_scheme(
 
 def test_wide_tables_scroll_independently(opened, address):
     shown = opened(address, **PHONE)
-    table = shown.locator(".scroll").first
+    shown.locator("summary", has_text="All runs").click()
+    table = shown.locator("[id=c1-runs] .scroll")
     assert table.evaluate("box => box.scrollWidth > box.clientWidth")
     assert fits(shown)
+
+
+def test_arms_are_cards_on_a_phone(opened, address):
+    shown = opened(address, **PHONE)
+    cards = shown.locator(".cards")
+    assert cards.evaluate("box => box.scrollWidth <= box.clientWidth")
+    card = shown.locator(".cards tbody tr", has_text="no_q-d32")
+    assert card.locator("td[data-label=verdict]").is_visible()
+    assert not shown.locator(".cards td[data-empty]").first.is_visible()
+    label = "getComputedStyle(cell, '::before').content"
+    assert card.locator("td[data-label=parameters]").evaluate(f"cell => {label}") == '"parameters"'
 
 
 @pytest.mark.slow
@@ -263,7 +275,7 @@ def test_sorting(opened, address):
 def test_filtering(opened, address):
     shown = opened(address)
     shown.locator("[data-filter]").fill("no_q d32")
-    assert column(shown, 0) == ["no_q-d32-h2"]
+    assert column(shown, 0) == ["no_q-d32"]
     assert shown.locator("output").inner_text() == "1 of 6 arms"
     shown.locator("[data-filter]").fill("")
     shown.locator("[data-verdict]").select_option("worse at this rate (not tuned)")

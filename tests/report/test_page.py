@@ -256,7 +256,7 @@ def test_study_without_runs_has_a_page(tmp_path):
 def test_several_sections_share_one_page(full, section, claimed, cached_world, section_of):
     sections = [full, claimed(0.0), section, section_of(cached_world(*ONE))]
     found = assert_sound(render_page(sections, "all of it"), sections=4)
-    links = [own["href"] for own in found.all("a") if own["href"] != "#main"]
+    links = [own["href"] for own in found.all("a") if re.fullmatch(r"#c\d", own["href"])]
     assert links == ["#c1", "#c2", "#c3", "#c4"]
     assert len(found.panels) == sum(
         len(chart.panels) for one in sections for chart in make_charts(one)
@@ -277,8 +277,21 @@ def test_variant_has_the_same_style_in_all_sections(cached_world, section_of):
     assert one.styles[name] == other.styles[name]
 
 
-def test_single_section_has_no_table_of_contents(parsed):
-    assert [own["href"] for own in parsed.all("a")] == ["#main"]
+def test_section_has_a_list_of_its_contents(full, parsed):
+    links = [own["href"] for own in parsed.all("a")]
+    charts = [chart.name for chart in make_charts(full)]
+    names = ["verdicts", *charts, "audit", "runs", "environment"]
+    assert links == ["#main", *(f"#c1-{name}" for name in names)]
+
+
+def test_arms_are_listed_without_what_all_share(full, parsed):
+    names = [row[0] for rows in parsed.rows for row in rows if row[0].startswith("no_q")]
+    assert names[:2] == ["no_q-d16", "no_q-d32"]
+
+
+def test_cells_of_verdicts_have_labels_for_cards(parsed):
+    cells = [own for own in parsed.all("td") if "data-label" in own]
+    assert {own["data-label"] for own in cells} >= {"verdict", "parameters", "gap, nats [95 %]"}
 
 
 def test_claim_is_shown_with_its_verdict(claimed):

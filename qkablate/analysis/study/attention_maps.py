@@ -13,7 +13,9 @@ from pathlib import Path
 import numpy as np
 
 from qkablate.analysis.study.study import Entry
+from qkablate.config import Config
 from qkablate.data import tokenizers
+from qkablate.data.tasks import TASKS
 from qkablate.data.tokenizers import Tokenizer
 from qkablate.disk import read_file
 from qkablate.errors import UserError, sanitize
@@ -34,6 +36,7 @@ class ArmAttention:
     which: str  # seed or step
     tokens: tuple[str, ...]
     a_LHTT: np.ndarray  # in 255ths
+    separator: str = ""  # between tokens: a space where they are ids or symbols of a task
 
     @cached_property
     def mean_weights(self) -> dict[str, np.ndarray]:
@@ -69,23 +72,26 @@ def read_arm_attention(entry: Entry) -> ArmAttention | None:
         except ValueError as error:
             record.problems.append(f"{attention_map.FILE_NAME}: {error}")
             continue
-        tokens = _decode_tokens(tokens_T, record.folder)
-        return ArmAttention(entry.name, entry.arm.variant, record.seed, tokens, a_LHTT)
+        tokens, separator = decode_tokens(tokens_T.tolist(), entry.arm.config, record.folder)
+        arm, variant = entry.name, entry.arm.variant
+        return ArmAttention(arm, variant, record.seed, tokens, a_LHTT, separator)
     return None
 
 
-def _decode_tokens(tokens_T: np.ndarray, folder: Path) -> tuple[str, ...]:
-    """Decode the tokens with the run's own tokenizer; return their ids if that fails."""
-    ids = tokens_T.tolist()
+def decode_tokens(ids: list[int], config: Config, folder: Path) -> tuple[tuple[str, ...], str]:
+    """Decode tokens with the run's task or tokenizer, or return their ids; also a separator."""
     path = folder / "tokenizer.json"
     try:
+        if config.data.source in TASKS:
+            task = TASKS[config.data.source](config.data, config.model.context)
+            return tuple(task.format_token(id) for id in ids), " "
         status = path.lstat()
         if stat.S_ISREG(status.st_mode) and status.st_size <= _MAX_BYTES:
             tokenizer = _tokenizer(read_file(path))
-            return tuple(show_token(tokenizer.decode([id])) for id in ids)
+            return tuple(show_token(tokenizer.decode([id])) for id in ids), ""
     except (OSError, ValueError, LookupError, TypeError, RecursionError, UserError):
         pass
-    return tuple(map(str, ids))
+    return tuple(map(str, ids)), " "
 
 
 @lru_cache(maxsize=4)  # the runs of a sweep mostly share one

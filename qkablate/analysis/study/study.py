@@ -35,7 +35,7 @@ from qkablate.sweeps.running.state import RunState, SweepState
 Seeds = tuple[tuple[str, int], ...]  # equal for the two runs of a pair
 # Fields of result.json.
 _FACTS = ["precision", "matmul", "device", "kernel", "compile", "threads", "data_fingerprint"]
-_FACTS += ["steps", "seconds", "packed", "attempt", "version", "chance", TEXT_REFERENCES]
+_FACTS += ["steps", "seconds", "packed", "attempt", "version", "chance", "ended", TEXT_REFERENCES]
 
 
 @dataclass(frozen=True)

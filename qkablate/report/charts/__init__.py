@@ -14,5 +14,6 @@ _MAKERS = (
 
 
 def make_charts(section: Section) -> list[Chart]:
-    """Return all charts that have data."""
-    return [chart for make in _MAKERS if (chart := make(section)) and chart.panels]
+    """Return all charts that have data; some are only a table."""
+    charts = filter(None, (make(section) for make in _MAKERS))
+    return [chart for chart in charts if chart.panels or chart.table]

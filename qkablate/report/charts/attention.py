@@ -9,6 +9,7 @@ from qkablate.analysis.study.attention_maps import TARGETS, ArmAttention
 from qkablate.report.charts import base
 from qkablate.report.charts.base import Chart, ChartPanel, Spec
 from qkablate.report.section import Section
+from qkablate.report.text.table import Table
 from qkablate.runs.attention_map import FULL_WEIGHT
 from qkablate.table import format_count, format_list
 
@@ -18,7 +19,7 @@ _MAX_CELLS = 16_000  # of all maps
 _MAX_WIDTH, _MAX_HEIGHT, _GAP = 480, 400, 10  # pixels of a row and a column of maps, and between
 _MIN_PIXELS, _MAX_PIXELS = 3, 9  # of a token
 _MIN_PIXELS_FOR_LABELS = 8  # pixels of a token that has room for its text
-_THRESHOLDS = (0.02, 0.06, 0.15, 0.4)  # where a shade begins
+_THRESHOLDS = (0.5, 2.0, 4.0, 8.0)  # times an equal share: where a shade begins
 Head = tuple[int, int]  # layer and head
 
 
@@ -38,25 +39,27 @@ def make_attention_chart(arms: list[ArmAttention], source: str, only: Head | Non
     while length > 2 and maps * length * (length + 1) // 2 > _MAX_CELLS:
         length -= 1
     panels = [
-        ChartPanel(f"{label}, {arm.which}", _map_spec(arm, heads_of_arm, length))
+        ChartPanel(
+            f"{label}, {arm.which}",
+            _map_spec(arm, heads_of_arm, length, has_legend=arm is drawn[0]),
+        )
         for label, arm, heads_of_arm in zip(labels, drawn, heads, strict=False)
     ]
     texts = list(dict.fromkeys(arm.tokens[:length] for arm in drawn))
-    separator = " " if all(token.isdecimal() for token in texts[0]) else ""  # between ids
     others = " Other arms have another text, or a shorter part of it." if len(texts) > 1 else ""
     caption = (
         f"{source}: attention weights of {format_count(length, 'token')} as queries (rows) to keys"
-        f" (columns), in “{separator.join(texts[0])}”.{others}"
-        f" Gray: below {_THRESHOLDS[0]:.0%} of a token's attention; darker from"
-        f" {format_list([f'{step:.0%}' for step in _THRESHOLDS])} on."
+        f" (columns), in “{drawn[0].separator.join(texts[0])}”.{others}"
+        " Shades: weight relative to an equal share of the tokens that a query sees, so that"
+        f" uniform attention has one shade; gray: below {_THRESHOLDS[0]:g} ×."
     )
-    caption += _format_targets(dict(zip(labels, drawn, strict=False)))
     if hidden := labels[_MAX_ARMS:]:
         caption += f" Not drawn: {format_list(hidden, 6)}."
     all_heads = max(arm.a_LHTT.shape[0] * arm.a_LHTT.shape[1] for arm in drawn)
     if (shown := max(map(len, heads))) < all_heads:
         caption += f" Of {format_count(all_heads, 'head')} of an arm, {shown} drawn."
-    return Chart("attention", "Attention of one text", caption, panels)
+    table = _make_target_table(dict(zip(labels, drawn, strict=False)))
+    return Chart("attention", "Attention of one text", caption, panels, table)
 
 
 def _choose_heads(arm: ArmAttention) -> list[Head]:
@@ -68,29 +71,23 @@ def _choose_heads(arm: ArmAttention) -> list[Head]:
     return [(layer, head) for layer in sorted(rows) for head in range(wide)]
 
 
-def _format_targets(arms: dict[str, ArmAttention]) -> str:
-    """Format the mean attention by target, with the head that has most of it."""
-    texts, shares = [], []
+def _make_target_table(arms: dict[str, ArmAttention]) -> Table | None:
+    """Return the mean attention by target, with the head that has most of it."""
+    rows = []
     for label, arm in arms.items():
-        if not arm.mean_weights:
-            continue
-        targets = []
-        for name, target in TARGETS.items():
-            values_LH = arm.mean_weights[name]
+        cells = []
+        for values_LH in arm.mean_weights.values():
             layer, head = np.unravel_index(int(values_LH.argmax()), values_LH.shape)
-            best = f"layer {layer} head {head}: {values_LH.max():.0%}"
-            targets.append(f"{target} {values_LH.mean():.0%} ({best})")
-        texts.append(f"{label}: {', '.join(targets)}")
-        shares.append(f"{arm.uniform_share:.0%}")
-    if not texts:
-        return ""
-    return (
-        " Mean over all heads, and the largest head; uniform attention would give"
-        f" {' or '.join(dict.fromkeys(shares))}: {'; '.join(texts)}."
-    )
+            best = f"{values_LH.max():.0%} (layer {layer} head {head})"
+            cells += [f"{values_LH.mean():.0%}", best]
+        if cells:
+            rows.append([label, f"{arm.uniform_share:.0%}", *cells])
+    columns = [column for target in TARGETS.values() for column in (target, "largest head")]
+    title = "Mean attention of all heads, and of the head that has most of it"
+    return Table(title, ["arm", "equal share", *columns], rows) if rows else None
 
 
-def _map_spec(arm: ArmAttention, places: list[Head], length: int) -> Spec:
+def _map_spec(arm: ArmAttention, places: list[Head], length: int, *, has_legend: bool) -> Spec:
     length = min(length, len(arm.tokens))
     layers, heads = len({layer for layer, _ in places}), len({head for _, head in places})
     across, down = (_MAX_WIDTH - _GAP * heads) // (heads * length), _MAX_HEIGHT // (layers * length)
@@ -101,9 +98,10 @@ def _map_spec(arm: ArmAttention, places: list[Head], length: int) -> Spec:
     scale = {"domain": [start, end], "nice": False, "zero": False}
     x: Spec = axis | {"field": "k", "scale": scale}
     y: Spec = axis | {"field": "q", "scale": scale | {"reverse": True}}
-    steps = [step * 100 for step in _THRESHOLDS[1:]]
-    color = base.color_by("share", steps, ("low1", "low2", "low3", "link"))
-    titles = {"from": "token", "to": "attends to", "share": "%"}
+    color = base.color_by("times", [*_THRESHOLDS[1:]], ("low1", "low2", "low3", "link"))
+    if has_legend:
+        color["legend"] = base.shade_legend("weight ÷ equal share")
+    titles = {"from": "token", "to": "attends to", "share": "%", "times": "× equal share"}
     tooltip = base.make_tooltip(layer="", head="", **titles)
     triangle = {"x": x, "y": y, "y2": {"datum": end}}
     corners = [{"k": start, "q": start}, {"k": end, "q": end}]
@@ -122,7 +120,7 @@ def _map_spec(arm: ArmAttention, places: list[Head], length: int) -> Spec:
 
 def _token_labels(arm: ArmAttention, length: int, x: Spec, y: Spec) -> list[Spec]:
     """Return the tokens as labels beside and below the map."""
-    rows = [{"at": i, "token": arm.tokens[i]} for i in range(length)]
+    rows = [{"at": i, "token": arm.tokens[i].replace(" ", "␣")} for i in range(length)]
     text = {"text": {"field": "token", "type": "nominal"}}
     beside = {"x": {"value": -4}, "y": y | {"field": "at"}} | text
     below = {"x": x | {"field": "at"}, "y": {"value": "height"}} | text
@@ -135,7 +133,8 @@ def _token_labels(arm: ArmAttention, length: int, x: Spec, y: Spec) -> list[Spec
 
 def _map_cells(arm: ArmAttention, layer: int, head: int, length: int) -> list[Spec]:
     a_TT = arm.a_LHTT[layer, head, :length, :length]
-    positions = np.argwhere(a_TT >= _THRESHOLDS[0] * FULL_WEIGHT).tolist()
+    times_TT = a_TT / FULL_WEIGHT * np.arange(1, length + 1)[:, None]  # a query sees 1, 2, … tokens
+    positions = np.argwhere(np.tril(times_TT >= _THRESHOLDS[0])).tolist()
     return [
         {
             "layer": f"layer {layer}",
@@ -145,6 +144,7 @@ def _map_cells(arm: ArmAttention, layer: int, head: int, length: int) -> list[Sp
             "from": f"{query} “{arm.tokens[query]}”",
             "to": f"{key} “{arm.tokens[key]}”",
             "share": round(100 * int(a_TT[query, key]) / FULL_WEIGHT),
+            "times": base.round_digits(float(times_TT[query, key]), 2),
         }
         for query, key in positions
     ]

@@ -5,9 +5,11 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from qkablate.report.section import Section
+from qkablate.report.text.table import Table
 
 Spec = dict[str, Any]
 ROW_HEIGHT = 24  # pixels
+LOG_MARK = " (log)"  # page.js removes it from linear axes
 SHADES = ("low3", "low2", "low1", "mid", "high1", "high2", "high3")  # of negative and positive
 
 
@@ -32,6 +34,7 @@ class Chart:
     title: str
     caption: str
     panels: list[ChartPanel]
+    table: Table | None = None  # numbers below the panels, or in place of them
 
     @property
     def variants(self) -> list[str]:
@@ -52,8 +55,8 @@ def number_axis(field: str, title: str, **scale: object) -> Spec:
 
 
 def log_axis(field: str, title: str, form: str = "~s", **scale: object) -> Spec:
-    """Return a logarithmic axis with few labels."""
-    axis = number_axis(field, title, type="log", nice=False, **scale)
+    """Return a logarithmic axis with few labels, marked as one."""
+    axis = number_axis(field, f"{title}{LOG_MARK}", type="log", nice=False, **scale)
     return axis | {"axis": {"format": form, "tickCount": 5}}
 
 
@@ -136,6 +139,12 @@ def color_by(field: str, steps: list[float], shades: Sequence[str] = SHADES) -> 
     """Return the encoding of a number by shades that begin at rising steps."""
     scale = {"type": "threshold", "domain": steps, "range": [f"var(--{name})" for name in shades]}
     return {"field": field, "type": "quantitative", "scale": scale, "legend": None}
+
+
+def shade_legend(title: str) -> Spec:
+    """Return the legend of shades that begin at steps, as a bar below the panel."""
+    place = {"orient": "bottom", "direction": "horizontal", "gradientLength": 260}
+    return {"title": title, "type": "gradient", "titleColor": "var(--faint)", **place}
 
 
 def by_variant(section: Section, *attributes: str) -> Spec:

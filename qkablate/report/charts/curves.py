@@ -27,7 +27,7 @@ def loss_chart(section: Section) -> Chart:
     """Chart the loss by tokens."""
     most = points_per_curve(len(section.study.entries))
     with_runs = len(section.study.records) <= MAX_RUNS
-    panels, counts = [], []
+    panels, counts, has_chance = [], [], False
     for name, entries in section.groups.items():
         means, runs = list[Spec](), list[Spec]()
         for entry in entries:
@@ -41,8 +41,10 @@ def loss_chart(section: Section) -> Chart:
             # A band that nearly reaches zero would fill a logarithmic axis.
             logarithmic = lowest > 1e-3 * max(row["loss"] for row in rows)
             scale = {"type": "log", "nice": False} if logarithmic else {"zero": False}
-            y = base.number_axis("loss", "loss, nats per token", **scale)
-            layers = []
+            mark = base.LOG_MARK if logarithmic else ""
+            y = base.number_axis("loss", f"loss, nats per token{mark}", **scale)
+            layers = _chance_layers(entries, y)
+            has_chance = has_chance or bool(layers)
             if runs:
                 lines = _line_encoding(section, y, "run")
                 layers.append(base.make_layer("line", lines, runs, strokeWidth=0.8, opacity=0.35))
@@ -56,6 +58,9 @@ def loss_chart(section: Section) -> Chart:
     )
     if with_runs:
         caption += " Thin lines: individual runs, including incomplete and diverged ones."
+    caption += (
+        " Dashed: the loss of guessing without looking at the sequence." if has_chance else ""
+    )
     return Chart("losses", f"{split} loss", caption, panels)
 
 
@@ -82,6 +87,27 @@ def gap_curve_chart(section: Section) -> Chart:
     )
     caption += " A single pair has no band." if min(counts, default=2) < 2 else ""
     return Chart("gap-curves", "Gap during training", caption, panels)
+
+
+def _chance_layers(entries: list[Entry], y: Spec) -> list[Spec]:
+    """Return a line at the loss of the best guess that does not depend on the sequence."""
+    chance = next((entry.chance for entry in entries if entry.chance is not None), None)
+    if chance is None or not 0 < chance < 1:
+        return []
+    rest = 1 - chance
+    # Tasks have answers that are equally likely, or two that are not.
+    loss = (
+        -math.log(chance)
+        if (1 / chance) % 1 < 1e-9
+        else -chance * math.log(chance) - rest * math.log(rest)
+    )
+    rows = [{"loss": round_digits(loss, 5)}]
+    label = {"text": f"chance, {loss:.3f}", "align": "right", "dx": -4, "dy": -6, "fontSize": 11}
+    faint = {"color": "var(--faint)"}
+    return [
+        base.make_layer("rule", {"y": y}, rows, **faint, strokeDash=[3, 3]),
+        base.make_layer("text", {"y": y, "x": {"value": "width"}}, rows, **label, **faint),
+    ]
 
 
 def _line_encoding(section: Section, y: Spec, detail: str) -> Spec:

@@ -10,6 +10,7 @@ from qkablate.report.section import Section, format_n
 from qkablate.report.text.numbers import format_gap, format_gap_summary
 from qkablate.table import format_count
 
+_MAX_FLOOR = 4  # times the largest gap: a floor beyond it is written at the edge, not drawn
 _AXES = {
     Unit.NATS: "gap, nats per token",
     Unit.SHARE: "difference, as a share of the answers",
@@ -85,14 +86,16 @@ def _part_rows(judgement: Judgement, unit: Unit) -> tuple[list[Spec], list[Spec]
 
 
 def gap_chart(section: Section) -> Chart:
-    """Chart the gaps, one row per arm."""
-    names, rows, pairs, all_diverged = list[str](), list[Spec](), list[Spec](), list[Spec]()
+    """Chart the gaps, one row per arm, grouped by baseline, each group with its floor."""
+    rows, pairs, all_diverged = list[Spec](), list[Spec](), list[Spec]()
+    groups: dict[str, list[str]] = {}  # the labels of each baseline
     for gap in section.summary.gaps:
         diverged = gap.arm_diverged + gap.baseline_diverged
         if gap.mean is None and not diverged:
             continue
-        label = f"{gap.arm}  (n = {gap.n}{f', {diverged} diverged' if diverged else ''})"
-        names.append(label)
+        counts = f"n = {gap.n}{f', {diverged} diverged' if diverged else ''}"
+        label = f"{section.labels[gap.arm]}  ({counts})"
+        groups.setdefault(gap.baseline, []).append(label)
         arm = {"arm": label, "variant": section.entries[gap.arm].arm.variant}
         if gap.mean is None:
             all_diverged.append(arm)
@@ -105,25 +108,47 @@ def gap_chart(section: Section) -> Chart:
             | {"open_above": gap.arm_diverged > 0, "open_below": gap.baseline_diverged > 0}
         )
         pairs += [arm | {"gap": pair.gap} for pair in gap.pairs]
+    floors = _floor_rows(section) if rows else {}
+    for baseline, floor in floors.items():
+        groups[baseline].append(floor["arm"])
+    names = _space_groups([*groups.values()])
+    near, far = _split_floors([*floors.values()], rows)
     color, y = base.by_variant(section, "color"), base.arm_axis(names)
     x = base.number_axis("gap", "gap, nats per token", zero=True, nice=True)
+    x |= {"axis": {"tickCount": 6, "labelOverlap": True}}
     encoding = {"x": x, "y": y} | color
     tooltip = base.make_tooltip(arm="", estimate="gap, 95 % interval", baseline="against")
-    layers = [base.zero_line("x")]
+    margins = sorted({gap.margin.nats for gap in section.summary.gaps if gap.margin})
+    layers = [*_margin_band(margins), base.zero_line("x")]
     if len(pairs) <= 2_000:
         layers.append(base.make_layer("tick", encoding, pairs, thickness=1, size=9, opacity=0.45))
     if all_diverged:
         text = {"text": "all pairs diverged", "align": "left", "dx": 4, "fontSize": 11}
         left = {"x": {"value": 0}, "y": y}
         layers.append(base.make_layer("text", left, all_diverged, **text, color="var(--warn)"))
+    if far:
+        text = {"text": {"field": "beyond", "type": "nominal"}, "tooltip": tooltip}
+        right = {"x": {"value": "width"}, "y": y} | text | color
+        layers.append(base.make_layer("text", right, far, align="right", dx=-4, fontSize=11))
     points = encoding | {"tooltip": tooltip} | base.by_variant(section, "shape")
+    if near:
+        layers += [
+            base.make_layer(
+                "rule",
+                encoding | {"x": x | {"field": "low"}, "x2": {"field": "high"}},
+                near,
+                strokeWidth=3,
+                opacity=0.5,
+            ),
+            base.make_layer("point", points, near, filled=True, size=70, opacity=1),
+        ]
     layers += [
         *base.open_intervals(rows, y, color),
         *base.interval_layer("rule", "x", rows, encoding, strokeWidth=3, opacity=0.75),
         base.make_layer("point", points, filled=True, size=70, opacity=1),
     ]
     height = base.ROW_HEIGHT * len(names) + base.ROW_HEIGHT // 2
-    panel = base.make_panel("", rows, layers, height, all_diverged)
+    panel = base.make_panel("", rows, layers, height, all_diverged, [*floors.values()])
     caption = (
         "Test loss of an arm minus test loss of its baseline with the same seed; negative"
         " is better. Point: mean; bar: 95 % interval, unadjusted for multiple arms; ticks:"
@@ -131,5 +156,51 @@ def gap_chart(section: Section) -> Chart:
     )
     single = sum(row["low"] is None for row in rows)
     caption += f" No bar: a single pair ({format_count(single, 'arm')})." if single else ""
+    if margins:
+        caption += f" Shaded: the margin, ± {' or '.join(f'{nats:g}' for nats in margins)} nats."
+    caption += " Floor: attention that averages all tokens." if floors else ""
     caption += base.format_open_note(rows)
     return Chart("gaps", "Gaps", caption, [panel] if rows else [])
+
+
+def _floor_rows(section: Section) -> dict[str, Spec]:
+    """Return the row of each baseline's floor that is not itself one of the compared arms."""
+    rows = {}
+    compared = {gap.arm.name for family in section.families for gap in family.gaps}
+    for family in section.families:
+        floor = next((gap.floor for gap in family.gaps if gap.floor is not None), None)
+        if floor is None or floor.arm.name in compared or not floor.sample.n:
+            continue
+        sample, interval = floor.sample, floor.sample.interval()
+        low, high = interval or (sample.mean, sample.mean)
+        estimate = format_gap(sample.mean, interval)
+        row: Spec = {"arm": f"{section.labels[floor.arm.name]}, floor  (n = {sample.n})"}
+        row |= {"variant": floor.arm.arm.variant, "baseline": family.baseline.name}
+        row |= {"gap": sample.mean, "low": low, "high": high, "estimate": estimate}
+        rows[family.baseline.name] = row | {"beyond": f"{estimate} →"}
+    return rows
+
+
+def _split_floors(floors: list[Spec], rows: list[Spec]) -> tuple[list[Spec], list[Spec]]:
+    """Return the floors that fit the axis of the arms, and those that would compress it."""
+    ends = [row[key] for row in rows for key in ("gap", "low", "high") if row[key] is not None]
+    limit = _MAX_FLOOR * max(map(abs, ends), default=0.0)
+    near = [row for row in floors if row["high"] <= limit]
+    return near, [row for row in floors if row["high"] > limit]
+
+
+def _space_groups(groups: list[list[str]]) -> list[str]:
+    """Return all labels, with an empty row between groups of several."""
+    names: list[str] = []
+    for number, group in enumerate(groups):
+        if number and max(map(len, groups)) > 1:
+            names.append(" " * number)
+        names += group
+    return names
+
+
+def _margin_band(margins: list[float]) -> list[Spec]:
+    """Return the band from minus to plus a margin."""
+    ends = [{"from": -nats, "to": nats} for nats in margins]
+    x = {"x": {"field": "from", "type": "quantitative"}, "x2": {"field": "to"}}
+    return [base.make_layer("rect", x, ends, color="var(--warn)", opacity=0.13)] if ends else []

@@ -17,6 +17,7 @@ from qkablate.report.charts import base
 from qkablate.report.charts.base import Chart, ChartPanel, Spec, round_digits
 from qkablate.report.charts.curves import mean_layers, mean_rows, points_per_curve
 from qkablate.report.section import Section, format_n, size_label
+from qkablate.report.text.table import Table, format_known
 from qkablate.table import format_short
 
 _MAX_CELLS = 6_000  # of all maps
@@ -73,7 +74,7 @@ def head_curve_chart(section: Section) -> Chart:
 
 def rounding_chart(section: Section) -> Chart:
     """Chart the difference of the two orders of multiplication by tokens, beside the gap."""
-    y = base.number_axis("loss", "relative difference", type="log")
+    y = base.log_axis("loss", "relative difference", ".0e")
     panels, counts = [], []
     for title, _, curves in _find_curves(section, head_metrics.ROUNDING):
         counts += [curve.samples[0].n for curve, _ in curves]
@@ -96,8 +97,11 @@ def head_map_chart(section: Section) -> Chart:
     """Chart head metrics by layer and head at the end of training, side by side."""
     groups = head_groups(section)
     panels, counts, cells = list[ChartPanel](), list[int](), 0
-    for size, group in groups:
-        by_metric, numbers = _find_cells(group)
+    all_cells = [(size, *_find_cells(group)) for size, group in groups]
+    most = max((row["head"] for _, by, _ in all_cells for r in by.values() for row in r), default=0)
+    if most == 1:
+        return _single_head_chart(all_cells)
+    for size, by_metric, numbers in all_cells:
         cells += sum(map(len, by_metric.values()))
         if by_metric and (cells <= _MAX_CELLS or not panels):
             counts += numbers
@@ -114,6 +118,28 @@ def head_map_chart(section: Section) -> Chart:
     if cells > _MAX_CELLS:
         caption += " Only the first sizes are shown."
     return Chart("head-maps", "Head by head", caption, panels)
+
+
+def _single_head_chart(all_cells: list[tuple[str, dict[str, list[Spec]], list[int]]]) -> Chart:
+    """Return a table: a map of single cells would say less."""
+    values: dict[tuple[str, ...], dict[str, float]] = {}
+    for size, by_metric, _ in all_cells:
+        for metric, rows in by_metric.items():
+            for row in rows:
+                key = (row["arm"], size, str(row["layer"]))
+                values.setdefault(key, {})[metric] = row["value"]
+    metrics = [*head_metrics.BY_HEAD.values()]
+    cells = [
+        [*key, *(format_known(own.get(m), ".3g") for m in metrics)] for key, own in values.items()
+    ]
+    counts = [n for _, _, numbers in all_cells for n in numbers]
+    caption = (
+        f"End of training, mean over runs ({format_n(counts)}). Symmetry is 1 for a symmetric B and"
+        " −1 for an antisymmetric one; induction is the attention to the token that followed the"
+        " previous occurrence of the same token."
+    )
+    table = Table("The head of each layer", ["arm", "size", "layer", *metrics], cells)
+    return Chart("head-maps", "Head by head", caption, [], table)
 
 
 def _find_cells(group: list[HeadMetrics]) -> tuple[dict[str, list[Spec]], list[int]]:

@@ -1,5 +1,6 @@
 """Gap and loss by size, cost and learning rate."""
 
+import statistics
 from collections.abc import Callable
 
 from qkablate.analysis.stats import Sample
@@ -34,25 +35,44 @@ def heat_map_chart(section: Section) -> Chart:
             {"arm": gap.arm, "variant": arm.variant, "size": f"d{model.d_model} h{model.heads}"}
             | {"order": model.d_model * 1000 + model.heads, "gap": gap.mean or 0.0, "n": gap.n}
             | {"text": text, "estimate": estimate, "half": beside}
+            | {"decided": not text.startswith("(")}
         )
-    panels = [_heat_panel(rest, rows) for rest, rows in cells.items() if len(rows) > 1]
     all_rows = [row for rows in cells.values() for row in rows]
+    steps = _heat_steps(section, [abs(row["gap"]) for row in all_rows])
+    shown = {rest: rows for rest, rows in cells.items() if len(rows) > 1}
+    panels = [
+        _heat_panel(rest, rows, steps, has_legend=number == 0)
+        for number, (rest, rows) in enumerate(shown.items())
+    ]
     caption = (
         "Gap in test loss, nats per token, ± half of its 95 % interval"
-        f" ({format_n([row['n'] for row in all_rows if row['n']])}). Blue is better. In"
-        " parentheses: no difference found (Holm over all gaps), or rates not tuned."
+        f" ({format_n([row['n'] for row in all_rows if row['n']])}). Blue is better, on"
+        " one scale for all panels. In parentheses and gray: no difference found (Holm over all"
+        " gaps), or rates not tuned."
     )
     if any("∞" in row["half"] for row in all_rows):
         caption += " ∞: runs diverged, so the interval is unbounded on that side."
     return Chart("heat", "Gap by size", caption, panels)
 
 
-def _heat_panel(title: str, rows: list[Spec]) -> ChartPanel:
+def _heat_steps(section: Section, sizes: list[float]) -> list[float]:
+    """Return where shades begin: up to the largest gap, or to a size that matters if it is less."""
+    gaps = section.summary.gaps
+    floors = [gap.margin.nats for gap in gaps if gap.margin]
+    floors = floors or [gap.detectable for gap in gaps if gap.detectable is not None]
+    largest = max([*sizes, statistics.median(floors or [0.0])]) or 1.0
+    return [
+        base.round_digits(largest * share, 2) for share in (-0.6, -0.25, -0.05, 0.05, 0.25, 0.6)
+    ]
+
+
+def _heat_panel(title: str, rows: list[Spec], steps: list[float], has_legend: bool) -> ChartPanel:
     by_size = sorted(rows, key=lambda row: row["order"])
     sizes, names = list(dict.fromkeys(row["size"] for row in by_size)), base.find_variants(rows)
-    largest = max(abs(row["gap"]) for row in rows) or 1.0
-    steps = [largest * step for step in (-0.6, -0.25, -0.05, 0.05, 0.25, 0.6)]
-    color = {"color": base.color_by("gap", steps)}
+    shade = base.color_by("gap", steps)
+    shade["condition"] = {"test": {"field": "decided", "equal": False}, "value": "var(--none)"}
+    if has_legend:
+        shade["legend"] = base.shade_legend("gap, nats")
     bare: Spec = {"ticks": False, "domain": False}
     cell = {
         "x": {"field": "size", "type": "nominal", "sort": sizes, "title": None}
@@ -63,7 +83,7 @@ def _heat_panel(title: str, rows: list[Spec]) -> ChartPanel:
     }
     ink = "var(--ink)"
     layers = [
-        base.make_layer("rect", color, stroke="var(--ground)", strokeWidth=2),
+        base.make_layer("rect", {"color": shade}, stroke="var(--ground)", strokeWidth=2),
         base.make_layer("text", {"text": {"field": "text"}}, fontSize=11, color=ink, dy=-6),
         base.make_layer("text", {"text": {"field": "half"}}, fontSize=10, color=ink, dy=8),
     ]
@@ -71,6 +91,7 @@ def _heat_panel(title: str, rows: list[Spec]) -> ChartPanel:
     return ChartPanel(title, spec | {"encoding": cell, "layer": layers})
 
 
+_DODGE = 0.015  # of the axis, between two arms of equal cost
 _FLOPS = "training FLOPs"
 _COSTS: dict[str, Callable[[Entry], float]] = {
     "parameters without embeddings": lambda entry: float(entry.arm.params),
@@ -79,12 +100,35 @@ _COSTS: dict[str, Callable[[Entry], float]] = {
 }
 
 
-def cost_chart(section: Section) -> Chart:
-    """Chart the loss against parameters, FLOPs and KV cache."""
+def _size(entry: Entry) -> tuple[int | str, ...]:
+    """Return the size of an arm's model and the length of its training."""
+    model = entry.arm.config.model
+    return model.layers, model.d_model, model.heads, entry.tokens
+
+
+def _dodge(rows: list[Spec]) -> list[Spec]:
+    """Return the rows with their place on the axis: arms of equal cost stand side by side."""
+    by_cost: dict[float, list[Spec]] = {}
+    for row in rows:
+        by_cost.setdefault(row["cost"], []).append(row)
+    span = max(by_cost) / min(by_cost)
+    placed = []
+    for row in rows:
+        same = by_cost[row["cost"]]
+        shift = same.index(row) - (len(same) - 1) / 2
+        placed.append(row | {"at": base.round_digits(row["cost"] * span ** (_DODGE * shift), 5)})
+    return placed
+
+
+def cost_chart(section: Section) -> Chart | None:
+    """Chart the loss against parameters, FLOPs and KV cache, where arms have several sizes."""
     by_data: dict[str, list[Entry]] = {}
     for entry in section.study.entries:
         if entry.losses:
             by_data.setdefault(str(entry.arm.facts.get("data_fingerprint")), []).append(entry)
+    sizes = {_size(entry) for entries in by_data.values() for entry in entries}
+    if len(sizes) < 2:  # the table of verdicts tells what variants of one size cost
+        return None
     panels, hidden, counts = [], 0, []
     for unit, cost in _COSTS.items():
         for entries in by_data.values():
@@ -103,7 +147,7 @@ def cost_chart(section: Section) -> Chart:
                 counts += [row["n"] for row in rows]
     caption = (
         f"Mean test loss of each arm; bar: 95 % interval over seeds ({format_n(counts)}). Lower"
-        " left is better."
+        " left is better. Arms of equal cost stand side by side."
     )
     if hidden:
         caption += (
@@ -123,7 +167,8 @@ def _cost_panel(section: Section, title: str, rows: list[Spec], unit: str) -> Ch
     y = base.number_axis("loss", "test loss, nats per token", zero=False)
     tooltip = base.make_tooltip(arm="", estimate="test loss, 95 % interval", n="")
     tooltip.append({"field": "cost", "type": "quantitative", "title": unit, "format": ".3s"})
-    encoding = {"x": base.log_axis("cost", unit, padding=24), "y": y} | color
+    rows = _dodge(rows)
+    encoding = {"x": base.log_axis("at", unit, padding=24), "y": y} | color
     points = encoding | {"tooltip": tooltip} | base.by_variant(section, "shape")
     layers = [
         *base.interval_layer("rule", "y", rows, encoding, opacity=0.6),

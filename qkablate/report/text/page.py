@@ -6,7 +6,8 @@ from qkablate.report import rows
 from qkablate.report.page import format_status, make_notes
 from qkablate.report.section import Section
 from qkablate.report.text.claims import format_claim, make_claim_table
-from qkablate.report.text.summary import summarize
+from qkablate.report.text.setting import format_question, format_setting
+from qkablate.report.text.summary import list_gaps, summarize
 from qkablate.report.text.table import Code, Table, escape_markdown, format_markdown
 from qkablate.report.text.tables import make_distance_table
 
@@ -18,10 +19,14 @@ def render_markdown(sections: Sequence[Section]) -> str:
 
 def _render_section(section: Section) -> str:
     judgement = section.judgement
-    parts = [f"# {escape_markdown(section.title)}", escape_markdown(format_status(section))]
+    parts = [f"# {escape_markdown(section.title)}"]
+    lines = [format_question(section) if judgement is None else "", format_setting(section)]
+    parts += map(escape_markdown, filter(None, [*lines, format_status(section)]))
     if judgement is not None:
         unless = f"unless {' or '.join(judgement.unless)}: " if judgement.unless else ""
         parts.append(f"**{judgement.headline}** {escape_markdown(unless + judgement.claim.says)}")
+    if gaps := list_gaps(section):
+        parts.append("\n".join(f"- {escape_markdown(line)}" for line in gaps))
     parts += map(escape_markdown, summarize(section))
     parts += [f"- {escape_markdown(line)}" for line in rows.find_problems(section)]
     if judgement is not None:

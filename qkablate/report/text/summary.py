@@ -8,9 +8,16 @@ from qkablate.analysis.comparison.audit import AuditCheck
 from qkablate.analysis.comparison.decision import Decision, RateScope, Verdict
 from qkablate.analysis.comparison.summary import GapSummary
 from qkablate.report.section import Section, format_n
-from qkablate.report.text.numbers import format_gap, format_loss, format_value, half_width
+from qkablate.report.text.numbers import (
+    format_gap,
+    format_gap_summary,
+    format_loss,
+    format_value,
+    half_width,
+)
 from qkablate.table import format_count, format_digits, format_list, format_nats, format_short
 
+_MAX_LINES = 8  # of gaps, above the summary
 _VERDICTS = {
     Verdict.SUPPORTED: "The runs support it",
     Verdict.REFUTED: "The runs refute it",
@@ -36,10 +43,60 @@ def summarize(section: Section) -> list[str]:
             "A single pair cannot separate a difference from chance; run more seeds to estimate the"
             " seed-to-seed spread.",
         ]
-    return [
-        f"{_format_progress(section)}{_summarize_gaps(section, measured)}.",
-        _format_power(measured),
+    by_data: dict[str, list[GapSummary]] = {}
+    for gap in measured:
+        by_data.setdefault(section.entries[gap.arm].arm.config.data.source, []).append(gap)
+    sentences = [
+        f"On {source}, {_summarize_gaps(section, gaps, 'compared')}."
+        for source, gaps in by_data.items()
     ]
+    if len(by_data) == 1:
+        sentences = [f"{_summarize_gaps(section, measured)}."]
+    sentences[0] = f"{_format_progress(section)}{sentences[0]}"
+    return [*sentences, _format_power(measured)]
+
+
+def list_gaps(section: Section) -> list[str]:
+    """Return a line per data set and arm, the signed gap first; per variant where arms are many."""
+    if section.judgement is not None:
+        return []
+    groups: dict[tuple[str, str], list[GapSummary]] = {}
+    measured = [gap for gap in section.summary.gaps if gap.mean is not None]
+    sources = {name: entry.arm.config.data.source for name, entry in section.entries.items()}
+    for gap in measured:
+        variant = section.entries[gap.arm].arm.variant
+        name = section.labels[gap.arm] if len(measured) <= _MAX_LINES else variant
+        groups.setdefault((sources[gap.arm], name), []).append(gap)
+    lines = []
+    for (source, name), gaps in groups.items():
+        on = f" on {source}" if len({*sources.values()}) > 1 and source not in name else ""
+        lines.append(f"{_format_range(gaps)}  {name}{on}: {_format_words(gaps)}")
+    if (more := len(lines) - _MAX_LINES) > 0:
+        lines[_MAX_LINES:] = [f"{more} more: see the table below"]
+    return lines
+
+
+def _format_range(gaps: list[GapSummary]) -> str:
+    """Format the gap with its interval, or the range of several."""
+    if len(gaps) == 1:
+        return format_gap_summary(gaps[0])
+    low, high = (
+        format_digits(gap.mean or 0.0, half_width(gap.interval), signed=True)
+        for gap in (min(gaps, key=_mean), max(gaps, key=_mean))
+    )
+    return f"{low} to {high}"
+
+
+def _mean(gap: GapSummary) -> float:
+    return gap.mean or 0.0
+
+
+def _format_words(gaps: list[GapSummary]) -> str:
+    """Format the verdicts with the number of arms that have each."""
+    words = Counter(gap.verdict for gap in gaps)
+    if len(gaps) == 1:
+        return gaps[0].verdict
+    return "; ".join(f"{word} (in {n} of {len(gaps)})" for word, n in words.most_common())
 
 
 def _format_progress(section: Section) -> str:
@@ -55,10 +112,15 @@ def _count_with_verb(runs: int) -> str:
     return f"{format_count(runs, 'run')} {'has' if runs == 1 else 'have'}"
 
 
-def _summarize_gaps(section: Section, measured: list[GapSummary]) -> str:
+def _summarize_gaps(
+    section: Section, measured: list[GapSummary], compared: str = "Compared"
+) -> str:
     """Describe each variant once, by its decisions over all sizes."""
     variant_of = {name: entry.arm.variant for name, entry in section.entries.items()}
-    totals = Counter(variant_of[gap.arm] for gap in section.summary.gaps)
+    source_of = {name: entry.arm.config.data.source for name, entry in section.entries.items()}
+    sources = {source_of[gap.arm] for gap in measured}
+    gaps = [gap for gap in section.summary.gaps if source_of[gap.arm] in sources]
+    totals = Counter(variant_of[gap.arm] for gap in gaps)
     decisions: dict[str, str] = {
         gap.arm: "depends" if gap.rates == RateScope.SIGN_DEPENDS else gap.decision
         for gap in measured
@@ -74,7 +136,7 @@ def _summarize_gaps(section: Section, measured: list[GapSummary]) -> str:
     baselines = _join(sorted({variant_of[gap.baseline] for gap in measured}))
     nats = measured[0].margin and f"{measured[0].margin.nats:g} nats"
     parts = [_PHRASES[word].format(_join(own), margin=nats) for word, own in names.items() if own]
-    text = f"Compared with {baselines} on the same data and seeds, {'; '.join(parts)}"
+    text = f"{compared} with {baselines} on the same data and seeds, {'; '.join(parts)}"
     scopes = {scope for gap in measured for scope in gap.scopes} - {RateScope.SIGN_DEPENDS}
     return f"{text}; this holds {_join(sorted(scopes))}" if scopes else text
 

@@ -8,7 +8,10 @@ import numpy as np
 import pytest
 import vl_convert
 
+from qkablate.analysis.study.attention_maps import decode_tokens
+from qkablate.cli.hydra.configs import make_config, open_hydra
 from qkablate.report.charts import make_charts
+from qkablate.report.charts.attention import make_attention_chart
 from qkablate.report.page import render_page
 from qkablate.report.render import render_chart
 from qkablate.report.rows import find_problems
@@ -89,12 +92,43 @@ def test_each_arm_shows_the_maps_of_its_first_run(section):
     assert (own[7, 0], own[7, 6], own[1, 0]) == (60, 40, 100)
 
 
-def test_caption_contains_the_text_and_mean_weights(section):
-    caption = chart_of(section).caption
-    assert "“the cat\\n”" in caption
-    assert "standard: on the previous token 100% (layer 0 head 0: 100%)" in caption
-    assert "no_q: on the previous token 85%" in caption
-    assert "on the first 15% (layer 0 head 1: 60%)" in caption
+def test_caption_contains_the_text_and_a_table_the_mean_weights(section):
+    chart = chart_of(section)
+    assert "“the cat\\n”" in chart.caption
+    standard, no_q = chart.table.rows
+    assert chart.table.columns[2:4] == ["on the previous token", "largest head"]
+    assert standard[:4] == ["standard", "20%", "100%", "100% (layer 0 head 0)"]
+    assert no_q[2] == "85%"
+    assert no_q[4:6] == ["15%", "60% (layer 0 head 1)"]
+    assert chart.table.title in render_page([section], "a page")
+
+
+def test_uniform_attention_has_one_shade(make_recorded_world, section_of):
+    def uniform(run):
+        a_TT = np.tril(np.ones((8, 8)))
+        return np.tile(a_TT / a_TT.sum(-1, keepdims=True), (2, 2, 1, 1))
+
+    chart = chart_of(section_of(make_recorded_world(uniform)))
+    first, second = chart.panels
+    rows = first.spec["data"]["values"]
+    assert len(rows) == 4 * 36
+    color = first.spec["spec"]["layer"][1]["encoding"]["color"]
+    low = color["scale"]["domain"][0]
+    assert all(0.9 < row["times"] < 1.1 < low for row in rows)
+    assert color["legend"]["title"] == "weight ÷ equal share"
+    assert second.spec["spec"]["layer"][1]["encoding"]["color"]["legend"] is None
+
+
+def test_space_is_visible_in_labels(section):
+    chart = make_attention_chart(section.examples[:1], "At step 3", (0, 0))
+    beside = chart.panels[0].spec["spec"]["layer"][2]["data"]["values"]
+    assert [row["token"] for row in beside] == [*"the␣cat", "\\n"]
+
+
+def test_tokens_of_a_task_read_as_data_show_has_them(tmp_path):
+    with open_hydra():
+        config = make_config({"data": "induction_short"})
+    assert decode_tokens([0, 3, 31], config, tmp_path) == (("t0", "t3", "t31"), " ")
 
 
 def test_tooltips_show_tokens(section):

@@ -19,6 +19,7 @@ from qkablate.report.render import combine_panels, render_chart
 from qkablate.report.text.numbers import format_gap
 
 THREE = ("variant=standard,no_q,shared_qk", "seed=range(6)")
+SIZES = ("variant=standard,no_q", "model.d_model=16,32", "seed=range(3)")
 TUNED = ("variant=standard,no_q", "seed=range(2)", "sweep.tune=true")
 RATES = ("variant=standard,no_q", "seed=range(2)", "optim.lr=5e-4,1e-3,2e-3")
 ALONE = ("variant=no_q", "seed=0", "sweep.baseline=null")
@@ -169,8 +170,8 @@ def test_charts_with_data_are_made(section_named):
         "finished": ["gaps", "losses", "gap-curves", "heat", "costs"],
         "not begun": [],
         "one run": ["losses"],
-        "one seed": ["gaps", "losses", "gap-curves", "heat", "costs"],
-        "tuned": ["gaps", "losses", "gap-curves", "costs", "rates"],
+        "one seed": ["gaps", "losses", "gap-curves", "heat"],
+        "tuned": ["gaps", "losses", "gap-curves", "rates"],
     }
     for name, found in expected.items():
         own = [*charts_by_name(section_named(name))]
@@ -194,7 +195,7 @@ def test_forest_plot_shows_the_gaps_of_the_analysis(section_named, name):
     rows = gap_rows(section)
     assert len(rows) == len(found) > 0
     for row, one in zip(rows, found, strict=True):
-        assert row["arm"].startswith(f"{one.arm}  (n = {one.n}")
+        assert row["arm"].startswith(f"{section.labels[one.arm]}  (n = {one.n}")
         assert row["gap"] == one.mean
         assert (row["low"], row["high"]) == (one.interval or (None, None))
         assert row["n"] == one.n
@@ -263,6 +264,54 @@ def test_single_pair_has_no_bar_and_a_note(section_named):
     assert "No bar" in charts_by_name(section)["gaps"].caption
 
 
+def layers_of(section, mark):
+    (panel,) = charts_by_name(section)["gaps"].panels
+    return [layer for layer in panel.spec["layer"] if layer["mark"]["type"] == mark]
+
+
+def test_labels_leave_out_what_all_arms_share(section, section_named):
+    assert section.labels["no_q-d16-h2"] == "no_q-d16"
+    assert section_named("diverged").labels["shared_qk-d16-h2"] == "shared_qk"
+    assert {*section_named("rates").labels.values()} == {
+        f"{variant} lr {lr}"
+        for variant in ("standard", "no_q")
+        for lr in ("0.0005", "0.001", "0.002")
+    }
+
+
+def test_margin_is_a_band(make_world, loss_of, section_of):
+    section = section_of(make_world(*SIZES).finish(loss_of), 0.02)
+    (band,) = layers_of(section, "rect")
+    assert band["data"]["values"] == [{"from": -0.02, "to": 0.02}]
+    assert "Shaded: the margin, ± 0.02 nats" in charts_by_name(section)["gaps"].caption
+
+
+def test_rows_are_grouped_by_size(section):
+    names = layers_of(section, "point")[-1]["encoding"]["y"]["scale"]["domain"]
+    assert [name.partition("  ")[0] for name in names] == [
+        *("no_q-d16", "shared_qk-d16", " ", "no_q-d32", "shared_qk-d32")
+    ]
+
+
+@pytest.mark.parametrize(("lead", "is_drawn"), [(-9.9, True), (0.0, False)])
+def test_floor_is_drawn_or_written_at_the_edge(make_world, loss_of, section_of, lead, is_drawn):
+    """FLOOR_LEAD of the made results is 10 nats, which would compress the axis."""
+    world = make_world("variant=standard,no_q", "seed=range(3)", "sweep.floor=true")
+    section = section_of(
+        world.finish(lambda run: loss_of(run) + lead * run.arm.startswith("uniform"))
+    )
+    rows = [
+        row
+        for mark in ("point", "text")
+        for layer in layers_of(section, mark)
+        for row in layer.get("data", {"values": []})["values"]
+    ]
+    (floor,) = rows
+    assert floor["arm"] == "uniform, floor  (n = 3)"
+    assert bool(layers_of(section, "text")) != is_drawn
+    assert "Floor: attention that averages all tokens." in charts_by_name(section)["gaps"].caption
+
+
 # The heat
 
 
@@ -318,6 +367,42 @@ def test_heat_map_shades_go_from_better_to_worse(section):
     assert [shade[6:9] for shade in shades] == ["low"] * 3 + ["mid"] + ["hig"] * 3
     assert scale["domain"] == sorted(scale["domain"])
     assert len(shades) == len(scale["domain"]) + 1
+
+
+def heat_scales(section):
+    return [
+        layer["encoding"]["color"]["scale"]["domain"]
+        for panel in charts_by_name(section)["heat"].panels
+        for layer in panel.spec["layer"]
+        if "color" in layer.get("encoding", {})
+    ]
+
+
+def test_heat_map_has_one_scale_for_all_panels(make_world, loss_of, section_of):
+    world = make_world(*SIZES, "control=none,params").finish(loss_of)
+    scales = heat_scales(section_of(world))
+    assert len(scales) > 1
+    assert all(scale == scales[0] for scale in scales)
+    largest = max(abs(gap.mean) for gap in section_of(world).summary.gaps)
+    assert scales[0][-1] == pytest.approx(0.6 * largest, rel=0.01)
+
+
+def test_gaps_below_the_margin_are_pale(make_world, section_of):
+    world = make_world(*SIZES).finish(lambda run: 2 - 5e-6 * run.arm.startswith("no_q"))
+    (scale,) = heat_scales(section_of(world, 0.01))
+    assert scale[-1] == pytest.approx(0.006)
+
+
+def test_gaps_without_a_difference_are_gray(section):
+    (panel,) = charts_by_name(section)["heat"].panels
+    color = panel.spec["layer"][0]["encoding"]["color"]
+    assert color["condition"] == {
+        "test": {"field": "decided", "equal": False},
+        "value": "var(--none)",
+    }
+    assert color["legend"]["title"] == "gap, nats"
+    for row in heat_rows(section):
+        assert row["decided"] != row["text"].startswith("(")
 
 
 # Curves
@@ -397,6 +482,29 @@ def test_arms_of_one_variant_are_told_apart_by_labels(section):
     assert label["label"] == "params"
 
 
+@pytest.mark.parametrize(("chance", "loss"), [(1 / 32, math.log(32)), (2 / 3, 0.63651)])
+def test_loss_chart_of_a_task_has_a_line_at_chance(make_world, section_of, loss_of, chance, loss):
+    world = make_world("variant=standard,no_q", "seed=0,1")
+    world.finish(
+        lambda run: {"loss": dict.fromkeys(("train", "val", "test"), 2.0), "chance": chance}
+    )
+    for run in world.runs():
+        world.curve(run, dict.fromkeys(range(1, 7), 2.0))
+    chart = charts_by_name(section_of(world))["losses"]
+    rule, text = chart.panels[0].spec["layer"][:2]
+    assert rule["mark"]["type"] == "rule"
+    assert rule["data"]["values"] == [{"loss": pytest.approx(loss, abs=1e-4)}]
+    assert text["mark"]["text"].startswith("chance, ")
+    assert "guessing" in chart.caption
+
+
+def test_logarithmic_axes_are_marked(section):
+    for chart in make_charts(section):
+        for found in within([panel.spec for panel in chart.panels]):
+            if isinstance(found.get("scale"), dict) and isinstance(found.get("title"), str):
+                assert found["title"].endswith(" (log)") == (found["scale"].get("type") == "log")
+
+
 def test_curves_of_different_variants_have_no_labels(section):
     for panel in charts_by_name(section)["losses"].panels:
         assert "text" not in {layer["mark"]["type"] for layer in panel.spec["layer"]}
@@ -468,6 +576,18 @@ def test_cost_chart_shows_the_costs_of_the_arms(section):
         }
         for row in rows:
             assert row["loss"] == section.entries[row["arm"]].sample.mean
+
+
+def test_arms_of_equal_cost_stand_side_by_side(section):
+    for panel in charts_by_name(section)["costs"].panels:
+        rows = panel.spec["data"]["values"]
+        assert len({row["at"] for row in rows}) == len(rows) > len({row["cost"] for row in rows})
+        for row in rows:
+            assert row["at"] == pytest.approx(row["cost"], rel=0.05)
+
+
+def test_cost_chart_needs_several_sizes(section_named):
+    assert "costs" not in charts_by_name(section_named("diverged"))
 
 
 def test_cost_chart_shows_the_longest_training_only(section_named):

@@ -122,6 +122,20 @@ def test_head_maps_show_all_layers_sorted_by_value(section):
     assert found == expected
 
 
+def test_single_heads_are_a_table(measured):
+    def single(run, step):
+        return mechanism(run, step, heads=1)
+
+    section = measured(single)
+    chart = charts_by_name(section)["head-maps"]
+    assert chart.panels == []
+    assert chart.table.columns[:4] == ["arm", "size", "layer", "stable rank of B"]
+    assert [row[0] for row in chart.table.rows] == ["standard", "standard", "no_q", "no_q"]
+    assert [row[3] for row in chart.table.rows] == ["4", "4", "2", "–"]
+    text = render_page([section], "a page")
+    assert 'aria-label="The head of each layer"' in text
+
+
 def test_signed_values_have_a_diverging_scale(section):
     def colors(title):
         panel = panel_of(section, "head-maps", title)

@@ -11,6 +11,7 @@ from qkablate.analysis.study.standalone_runs import read_standalone_runs
 from qkablate.report.rows import COLUMNS, RUN_COLUMNS, make_audit_rows, make_verdict_rows
 from qkablate.report.section import Section
 from qkablate.report.text.page import render_markdown
+from qkablate.report.text.setting import format_question, format_setting
 from qkablate.report.text.summary import summarize
 from qkablate.report.text.table import Table, format_markdown
 
@@ -55,9 +56,11 @@ def page_text(section):
 
 def test_text_begins_with_title_status_and_summary(section, page_text):
     assert_sound(page_text)
-    first, second, *_ = page_text.split("\n\n")
-    assert first == f"# {section.title}"
-    assert second.startswith("36 runs: 36 done")
+    title, question, setting, status, *_ = page_text.split("\n\n")
+    assert title == f"# {section.title}"
+    assert question == format_question(section)
+    assert setting == format_setting(section)
+    assert status.startswith("36 runs: 36 done")
     for sentence in summarize(section):
         assert sentence in page_text
         assert page_text.index(sentence) < page_text.index("### verdicts")

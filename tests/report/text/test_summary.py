@@ -5,7 +5,8 @@ import re
 import pytest
 
 from qkablate.dashboard.sweep_run import make_gap_row
-from qkablate.report.text.summary import summarize
+from qkablate.report.text.numbers import format_gap_summary
+from qkablate.report.text.summary import list_gaps, summarize
 
 THREE = ("variant=standard,no_q,shared_qk", "seed=range(6)")
 SIZES = ("variant=standard,no_q,shared_qk", "model.d_model=16,32", "seed=range(6)")
@@ -289,3 +290,28 @@ def test_nothing_is_measured_if_all_runs_diverged(claimed):
     sentences = summarize(claimed(0.0, end=lambda number: "diverged"))
     assert sentences[0].startswith("The runs are inconclusive")
     assert not any(": ." in sentence for sentence in sentences)
+
+
+# Line by line
+
+
+def test_each_arm_has_a_line_with_its_signed_gap_first(section):
+    lines = list_gaps(section)
+    assert len(lines) == len(section.summary.gaps) == 4
+    for line, gap in zip(lines, section.summary.gaps, strict=True):
+        label = section.labels[gap.arm]
+        assert line == f"{format_gap_summary(gap)}  {label}: {gap.verdict}"
+        assert line[0] in "+-"
+
+
+def test_many_arms_have_a_line_per_variant(make_world, loss_of, section_of):
+    widths = ",".join(str(8 * k) for k in range(1, 10))
+    world = make_world("variant=standard,no_q", f"model.d_model={widths}", "seed=range(3)")
+    section = section_of(world.finish(lambda run: loss_of(run, {"no_q": 0.05})))
+    (line,) = list_gaps(section)
+    assert re.match(r"\+0\.0\d+ to \+0\.0\d+  no_q: worse", line)
+    assert "(in 9 of 9)" in line
+
+
+def test_claim_has_no_lines(claimed):
+    assert list_gaps(claimed(0.0)) == []
