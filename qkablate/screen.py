@@ -43,6 +43,8 @@ class Screen:
         """
         if self.width is None or len(text) <= self.width:
             return [text]
+        if not text.strip():
+            return [""]
         start = text[: len(text) - len(text.lstrip())]
         return textwrap.wrap(
             text.strip(),

@@ -15,10 +15,14 @@ from qkablate.screen import PLAIN, Screen, cell_style, find_screen
 
 
 def print_table(
-    columns: list[str], rows: list[list[str]], left: int = 1, wrap: tuple[str, ...] = ()
+    columns: list[str],
+    rows: list[list[str]],
+    left: int = 1,
+    wrap: tuple[str, ...] = (),
+    keys: int = 1,
 ) -> None:
     """Print a table; see `format_table`."""
-    print("\n".join(format_table(columns, rows, left, wrap, find_screen(sys.stdout))))
+    print("\n".join(format_table(columns, rows, left, wrap, keys, find_screen(sys.stdout))))
 
 
 def print_text(text: str, indent: str = "  ", *, has_words: bool = False) -> None:
@@ -39,13 +43,14 @@ def format_table(
     rows: list[list[str]],
     left: int = 1,
     wrap: tuple[str, ...] = (),
+    keys: int = 1,
     screen: Screen = PLAIN,
 ) -> list[str]:
     """Return the lines of a table: the first `left` columns aligned left, the others right.
 
     On a terminal that is too narrow, headers and the cells of the columns in `wrap` are broken at
-    spaces. Columns that still do not fit follow in further blocks, which repeat the first column:
-    so the columns that decide come first.
+    spaces. Columns that still do not fit follow in further blocks, which repeat the first `keys`
+    columns: so the columns that decide come first.
     """
     cells_of = [*zip(columns, *rows, strict=True)]
     widths = [max(map(len, cells)) for cells in cells_of]
@@ -55,7 +60,7 @@ def format_table(
         _least_width(cells, name in wrap) for name, cells in zip(columns, cells_of, strict=True)
     ]
     lines: list[str] = []
-    for block in _split(least, screen.width):
+    for block in _split(least, keys, screen.width):
         fitted = _fit([widths[i] for i in block], [least[i] for i in block], screen.width)
         parts = [[cells[i] for i in block] for cells in (columns, *rows)]
         aligned = [n for n, i in enumerate(block) if i < left]
@@ -69,13 +74,13 @@ def _least_width(cells: Sequence[str], is_wrapped: bool) -> int:
     return max(map(len, pieces), default=1)
 
 
-def _split(widths: list[int], most: int) -> list[list[int]]:
-    """Return the columns of each block, the first column in each."""
-    blocks: list[list[int]] = [[0]]
-    for column in range(1, len(widths)):
+def _split(widths: list[int], keys: int, most: int) -> list[list[int]]:
+    """Return the columns of each block, the key columns in each."""
+    blocks = [[*range(keys)]]
+    for column in range(keys, len(widths)):
         taken = sum(widths[i] + 2 for i in blocks[-1])
-        if len(blocks[-1]) > 1 and taken + widths[column] > most:
-            blocks.append([0])
+        if len(blocks[-1]) > keys and taken + widths[column] > most:
+            blocks.append([*range(keys)])
         blocks[-1].append(column)
     return blocks
 
@@ -106,11 +111,11 @@ def _format_block(
             textwrap.wrap(c, w) if len(c) > w else [c] for c, w in zip(cells, widths, strict=True)
         ]
         for parts in itertools.zip_longest(*broken, fillvalue=""):
-            aligned = [
-                f"{c:<{w}}" if i in left else f"{c:>{w}}"
-                for i, (c, w) in enumerate(zip(parts, widths, strict=True))
-            ]
-            lines.append("  ".join(map(screen.paint, aligned, styles)).rstrip())
+            texts = []
+            for i, (part, width) in enumerate(zip(parts, widths, strict=True)):
+                pad, text = " " * (width - len(part)), screen.paint(part, styles[i])
+                texts.append(text + pad if i in left else pad + text)
+            lines.append("  ".join(texts).rstrip())
     return lines
 
 
@@ -181,7 +186,7 @@ def format_list(names: list[str], most: int = 4) -> str:
 
 
 def print_next_commands(*commands: list[str]) -> None:
-    """Print the commands that a user may want to type next; long ones are continued with `\\`."""
+    """Print the commands that a user may want to type next, each of as many lines as it needs."""
     print()
     print_heading("Next")
     for words in commands:

@@ -1,5 +1,6 @@
 """Plan, show and run a sweep: for `qkablate sweep` and `qkablate claim run`."""
 
+import sys
 from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -11,12 +12,13 @@ from qkablate.dashboard.sweep_run import make_sweep_tables
 from qkablate.disk import make_folder
 from qkablate.errors import UserError, print_stderr
 from qkablate.runs.lease import TIMEOUT, LeaseObserver
+from qkablate.screen import find_screen
 from qkablate.sweeps.engines.factory import check_engine, check_resources, open_engine
 from qkablate.sweeps.planning.manifest import Manifest, freeze
 from qkablate.sweeps.running import results
 from qkablate.sweeps.running.progress_table import ProgressTable
 from qkablate.sweeps.running.state import SweepState
-from qkablate.table import format_list, print_json, print_next_commands
+from qkablate.table import format_list, print_json, print_next_commands, print_text
 from qkablate.tracking.wandb.mode import resolve_mode
 from qkablate.tracking.wandb.run import OFFLINE
 
@@ -90,9 +92,11 @@ def show_plan(
     if as_json:
         print_json(text.plan_to_json(manifest, len(slots), estimated, done))
         return 0
-    print("\n".join(text.format_plan(manifest, len(slots), estimated, done, engine)))
+    screen = find_screen(sys.stdout)
+    lines = text.format_plan(manifest, len(slots), estimated, done, engine, screen=screen)
+    print("\n".join(lines))
     if reason:
-        print(f"cost     not estimated: {reason}")
+        print_text(f"cost     not estimated: {reason}", " " * 9)
     print_next_commands(manifest.command[1:])
     return 0
 
