@@ -61,10 +61,9 @@ class Terminal:
 
 def _bar_format(label: str, steps: int, metrics: list[str], width: int) -> str:
     """Return tqdm's format of a line: losses and the time left before all that may not fit."""
-    room = width - len("100%  59:59:59 left") - 1
-    shown = [label if len(label) <= width // 3 else f"{label[: width // 3 - 1]}…"]
-    shown[0] = shown[0].replace("{", "{{").replace("}", "}}") + " {percentage:3.0f}%"
-    room -= min(len(label), width // 3)
+    name = label if len(label) <= width // 4 else f"{label[: width // 4 - 1]}…"
+    room = width - len(f"{name} 100%  59:59:59 left")
+    shown = [name.replace("{", "{{").replace("}", "}}") + " {percentage:3.0f}%"]
     for part in [*metrics[:2], "left", f"{{n}}/{steps}", *metrics[2:]]:
         length = 0 if part == "left" else len(part.replace("{n}", str(steps))) + 2
         if length > room:
