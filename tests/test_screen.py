@@ -61,9 +61,8 @@ def test_outcomes_have_colors(cell, style):
 
 def test_words_of_a_line_are_painted():
     screen = Screen(80, has_color=True)
-    assert (
-        screen.paint_words("2 done · 1 failed") == "2 \x1b[32mdone\x1b[0m · 1 \x1b[31mfailed\x1b[0m"
-    )
+    painted = screen.paint_words("2 done · 1 failed")
+    assert painted == "2 \x1b[32mdone\x1b[0m · 1 \x1b[31mfailed\x1b[0m"
     assert Screen(80).paint_words("2 done") == "2 done"
 
 

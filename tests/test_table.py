@@ -6,23 +6,9 @@ import pytest
 from qkablate.screen import Screen
 from qkablate.table import format_table, print_next_commands
 
-COLUMNS = [
-    "arm",
-    "gap",
-    "95 % interval",
-    "decision",
-    "seeds for ± 0.01 if the gap is 0",
-    "every run",
-]
+COLUMNS = ["arm", "gap", "95 % interval", "decision", "seeds for ± 0.01", "every run"]
 ROWS = [
-    [
-        "no_q-d128-h4",
-        "+0.0123",
-        "[+0.0081, +0.0160]",
-        "no difference found",
-        "12",
-        "2.1 " * 9 + "2.1",
-    ],
+    ["no_q-d128-h4", "+0.0123", "[+0.0081, +0.0160]", "no difference found", "12", "2.1 2.1 2.1 2"],
     ["standard-d128-h4", "-0.0010", "[-0.0100, +0.0080]", "worse", "4", "2.2"],
 ]
 
@@ -50,9 +36,8 @@ def test_columns_that_do_not_fit_follow_in_a_block_with_the_arms():
 
 
 def test_all_key_columns_are_repeated():
-    lines = format_table(
-        ["layer", "head", "a" * 20, "b" * 20], [["0", "1", "2", "3"]], 0, (), 2, Screen(40)
-    )
+    columns, rows = ["layer", "head", "a" * 20, "b" * 20], [["0", "1", "2", "3"]]
+    lines = format_table(columns, rows, 0, keys=2, screen=Screen(40))
     assert [line.split() for line in lines if line and line.split()[0] == "0"] == [
         ["0", "1", "2"],
         ["0", "1", "3"],
