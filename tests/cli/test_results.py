@@ -84,7 +84,9 @@ def test_answer_is_last_and_fits_one_screen(qkablate, sweep):
     rows = {line.split()[0]: line for line in table.splitlines()[2:]}
     assert "worse at this rate" in rows["no_q-d16-h2"]
     assert "baseline" in rows["standard-d16-h2"]
-    assert answer.startswith("Compared with standard on the same data and seeds, no_q did worse")
+    assert answer.startswith(
+        "Compared with standard on the same data and seeds, no_q (by 0.0500 nats) did worse"
+    )
     assert len(done.out.splitlines()) < 40
     everything = qkablate("results", "--all").out
     assert len(everything) > 2 * len(done.out)

@@ -9,6 +9,7 @@ import shutil
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -216,6 +217,7 @@ def test_a_sweep_whose_launcher_is_starting_is_not_to_be_started_again(qkablate,
 
 def test_watch_ends_when_nothing_runs(qkablate, outputs, sweep, monkeypatch):
     monkeypatch.setattr(sys.stderr, "isatty", lambda: True)
+    monkeypatch.setenv("NO_COLOR", "1")
     waits = []
     with contextlib.ExitStack() as work:
         work.enter_context(at_work(outputs))
@@ -268,7 +270,7 @@ def test_watch_waits_on_a_terminal_for_a_sweep_to_start(
             if len(waits) == 4:
                 launcher.close()
 
-        monkeypatch.setattr("qkablate.cli.status.time.sleep", wait)
+        monkeypatch.setattr("qkablate.cli.status.time", SimpleNamespace(sleep=wait))
         done = qkablate("status", *words, "--watch")
     assert len(waits) == 4
     assert done.err.count("waiting for a sweep to start (Ctrl-C ends this)") == 1
