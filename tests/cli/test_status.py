@@ -245,37 +245,35 @@ def test_watch_of_a_finished_sweep_prints_once(qkablate, outputs, sweep, monkeyp
     assert (done.out + done.err).count(f"{sweep.name}  4 runs: 4 done") == 1
 
 
-@pytest.mark.parametrize(
-    ("words", "reason"),
-    [
-        ([], "{} is finished; waiting for a sweep to start"),
-        (["other"], "there is no sweep 'other' in 'outputs'"),
-    ],
-)
+@pytest.mark.parametrize("is_there", [True, False])
 def test_watch_waits_on_a_terminal_for_a_sweep_to_start(
-    qkablate, outputs, sweep, monkeypatch, words, reason
+    qkablate, outputs, sweep, monkeypatch, is_there
 ):
     monkeypatch.setattr(sys.stderr, "isatty", lambda: True)
     monkeypatch.setenv("NO_COLOR", "1")
+    elsewhere = outputs / "elsewhere"
+    if not is_there:
+        sweep.rename(elsewhere)
     waits = []
     with contextlib.ExitStack() as launcher:
 
         def wait(seconds):
             waits.append(seconds)
-            if len(waits) == 2:  # another sweep is started
-                other = sweep.with_name(sweep.name.replace("small", "other"))
-                shutil.copytree(sweep, other)
-                os.utime(other / "manifest.json", (2e9, 2e9))
-                launcher.enter_context(hold_lease(other / "launchers" / "here-1"))
+            assert len(waits) < 9
+            if len(waits) == 2:  # it is started
+                if not is_there:
+                    elsewhere.rename(sweep)
+                launcher.enter_context(hold_lease(sweep / "launchers" / "here-1"))
             if len(waits) == 4:
                 launcher.close()
 
         monkeypatch.setattr("qkablate.cli.status.time", SimpleNamespace(sleep=wait))
-        done = qkablate("status", *words, "--watch")
+        done = qkablate("status", "small", "--watch")
     assert len(waits) == 4
     assert done.err.count("waiting for a sweep to start (Ctrl-C ends this)") == 1
-    assert reason.format(sweep.name) in done.err.splitlines()[0]
-    assert "other-" in done.err.splitlines()[1]
+    reason = f"{sweep.name} is finished" if is_there else "there is no sweep"
+    assert reason in done.err.splitlines()[0]
+    assert "4 runs: 4 done" in done.err.splitlines()[1]
 
 
 def test_no_torch_is_imported(sweep):
