@@ -43,9 +43,15 @@ def sanitize(text: str) -> str:
     return "".join(c if c.isprintable() or c == "\n" else "�" for c in text)
 
 
+# Words that other programs use for ours.
+_SYNONYMS = {"gpu": "cuda", "off": "disabled", "false": "disabled", "no": "disabled"}
+
+
 def nearest_hint(word: str, known: Iterable[str]) -> str:
     """Return ' (nearest: x)' for the known name closest to `word`, or ''."""
     names = {name.lstrip("-"): name for name in known}
+    if (synonym := _SYNONYMS.get(word.lower())) in names:
+        return f" (nearest: {synonym})"
     bare = word.lstrip("-")
     # Flags are short words: to be near, more of one has to agree, or its beginning.
     begins = [name for name in names if bare and bare != word and name.startswith(bare)]

@@ -6,46 +6,117 @@ import json
 import math
 import re
 import shlex
-import shutil
 import sys
 import textwrap
+from collections.abc import Collection, Sequence
 from typing import Any, TextIO
+
+from qkablate.screen import PLAIN, Screen, cell_style, find_screen
 
 
 def print_table(
-    columns: list[str], rows: list[list[str]], left: int = 1, wrap: tuple[str, ...] = ()
+    columns: list[str],
+    rows: list[list[str]],
+    left: int = 1,
+    wrap: tuple[str, ...] = (),
+    keys: int = 1,
 ) -> None:
     """Print a table; see `format_table`."""
-    print("\n".join(format_table(columns, rows, left, wrap)))
+    print("\n".join(format_table(columns, rows, left, wrap, keys, find_screen(sys.stdout))))
+
+
+def print_text(text: str, indent: str = "  ", *, has_words: bool = False) -> None:
+    """Print a line, wrapped to the terminal; with `has_words` its outcomes are colored."""
+    screen = find_screen(sys.stdout)
+    lines = "\n".join(screen.wrap(text, indent))
+    print(screen.paint_words(lines) if has_words else lines)
+
+
+def print_heading(text: str) -> None:
+    """Print a heading, bold on a terminal."""
+    screen = find_screen(sys.stdout)
+    print("\n".join(screen.paint(line, "bold") for line in screen.wrap(text, "  ")))
 
 
 def format_table(
-    columns: list[str], rows: list[list[str]], left: int = 1, wrap: tuple[str, ...] = ()
+    columns: list[str],
+    rows: list[list[str]],
+    left: int = 1,
+    wrap: tuple[str, ...] = (),
+    keys: int = 1,
+    screen: Screen = PLAIN,
 ) -> list[str]:
     """Return the lines of a table: the first `left` columns aligned left, the others right.
 
-    On a terminal that is too narrow, the cells of the columns in `wrap` are wrapped.
+    On a terminal that is too narrow, headers and the cells of the columns in `wrap` are broken at
+    spaces. Columns that still do not fit follow in further blocks, which repeat the first `keys`
+    columns: so the columns that decide come first.
     """
-    widths = [max(map(len, cells)) for cells in zip(columns, *rows, strict=True)]
-    to_wrap = [i for i, name in enumerate(columns) if name in wrap and sys.stdout.isatty()]
-    while to_wrap and sum(widths) + 2 * (len(widths) - 1) > shutil.get_terminal_size().columns:
-        widest = max(to_wrap, key=lambda i: widths[i])
-        if widths[widest] <= _MIN_WIDTH:
-            break
-        widths[widest] -= 1
+    cells_of = [*zip(columns, *rows, strict=True)]
+    widths = [max(map(len, cells)) for cells in cells_of]
+    if screen.width is None or sum(widths) + 2 * (len(widths) - 1) <= screen.width:
+        return _format_block(columns, rows, widths, range(left), screen)
+    least = [
+        _least_width(cells, name in wrap) for name, cells in zip(columns, cells_of, strict=True)
+    ]
+    lines: list[str] = []
+    for block in _split(least, keys, screen.width):
+        fitted = _fit([widths[i] for i in block], [least[i] for i in block], screen.width)
+        parts = [[cells[i] for i in block] for cells in (columns, *rows)]
+        aligned = [n for n, i in enumerate(block) if i < left]
+        lines += [""] * bool(lines) + _format_block(parts[0], parts[1:], fitted, aligned, screen)
+    return lines
+
+
+def _least_width(cells: Sequence[str], is_wrapped: bool) -> int:
+    """Return the width at which no word is broken; the first cell is the header."""
+    pieces = [*cells[0].split(), *(cells[1:] if not is_wrapped else " ".join(cells[1:]).split())]
+    return max(map(len, pieces), default=1)
+
+
+def _split(widths: list[int], keys: int, most: int) -> list[list[int]]:
+    """Return the columns of each block, the key columns in each."""
+    blocks = [[*range(keys)]]
+    for column in range(keys, len(widths)):
+        taken = sum(widths[i] + 2 for i in blocks[-1])
+        if len(blocks[-1]) > keys and taken + widths[column] > most:
+            blocks.append([*range(keys)])
+        blocks[-1].append(column)
+    return blocks
+
+
+def _fit(widths: list[int], least: list[int], most: int) -> list[int]:
+    """Narrow the widest columns until they fit; below their least width only if they must."""
+    fitted, room = [*widths], most - 2 * (len(widths) - 1)
+    for floor in (least, [1] * len(least)):
+        while sum(fitted) > room:
+            shrinkable = [i for i, width in enumerate(fitted) if width > floor[i]]
+            if not shrinkable:
+                break
+            fitted[max(shrinkable, key=lambda i: fitted[i])] -= 1
+    return fitted
+
+
+def _format_block(
+    columns: Sequence[str],
+    rows: Sequence[Sequence[str]],
+    widths: list[int],
+    left: Collection[int],
+    screen: Screen,
+) -> list[str]:
     lines = []
-    for cells in (columns, *rows):
+    for number, cells in enumerate((columns, *rows)):
+        styles = ["bold" if number == 0 else cell_style(cell) for cell in cells]
         broken = [
             textwrap.wrap(c, w) if len(c) > w else [c] for c, w in zip(cells, widths, strict=True)
         ]
         for parts in itertools.zip_longest(*broken, fillvalue=""):
-            pairs = enumerate(zip(parts, widths, strict=True))
-            line = "  ".join(f"{c:<{w}}" if i < left else f"{c:>{w}}" for i, (c, w) in pairs)
-            lines.append(line.rstrip())
+            texts = []
+            for i, (part, width) in enumerate(zip(parts, widths, strict=True)):
+                pad, text = " " * (width - len(part)), screen.paint(part, styles[i])
+                texts.append(text + pad if i in left else pad + text)
+            lines.append("  ".join(texts).rstrip())
     return lines
-
-
-_MIN_WIDTH = 12
 
 
 def print_json(value: Any) -> None:
@@ -115,5 +186,18 @@ def format_list(names: list[str], most: int = 4) -> str:
 
 
 def print_next_commands(*commands: list[str]) -> None:
-    """Print the commands that a user may want to type next."""
-    print("\nNext", *(f"  {shlex.join(['qkablate', *words])}" for words in commands), sep="\n")
+    """Print the commands that a user may want to type next, each of as many lines as it needs."""
+    print()
+    print_heading("Next")
+    for words in commands:
+        print(_continue_lines(["qkablate", *words], find_screen(sys.stdout).width))
+
+
+def _continue_lines(words: list[str], width: int | None) -> str:
+    """Return a command, on a terminal broken between words as a shell accepts it."""
+    lines = [" "]
+    for word in map(shlex.quote, words):
+        if width is not None and len(lines[-1]) + len(word) > width - 3 and lines[-1].strip():
+            lines.append("   ")
+        lines[-1] += f" {word}"
+    return " \\\n".join(lines)

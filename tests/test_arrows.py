@@ -14,7 +14,17 @@ import qkablate
 ROOT = Path(qkablate.__file__).parent
 TESTS = Path(__file__).parent
 # Modules of the lowest level: they import nothing of the project but each other.
-GROUND = {"config", "disk", "errors", "randomness", "redaction", "strict_json", "table", "__init__"}
+GROUND = {
+    "config",
+    "disk",
+    "errors",
+    "randomness",
+    "redaction",
+    "screen",
+    "strict_json",
+    "table",
+    "__init__",
+}
 # The packages that each package may import, besides itself and the lowest level.
 ALLOWED = {
     "attention": set(),

@@ -67,6 +67,8 @@ class Parser(argparse.ArgumentParser):
             dest = self._option_string_actions[flag].dest
             setattr(args, dest, self._convert(flag, getattr(args, dest) or []))
         if unknown := [word.partition("=")[0] for word in words if word.startswith("-")]:
+            if hint := key_hint(unknown[0], self.words):
+                raise UserError(f"'{unknown[0]}' is not a flag; {hint}")
             allowed = f"{', '.join(self.flags)}{nearest_hint(unknown[0], self.flags)}"
             raise UserError(f"'{unknown[0]}' is not one of {allowed}")
         args.words = words
@@ -93,6 +95,18 @@ class Parser(argparse.ArgumentParser):
         formatter.add_arguments(self._actions)
         formatter.end_section()
         return self._help_text.replace("{flags}\n", formatter.format_help())
+
+
+def key_hint(flag: str, words: Iterable[str] = ()) -> str:
+    """Return how to write a flag that is a key, as in --variant, or the -m of `train`; or ''."""
+    from qkablate.config import KEYS
+
+    name = flag.lstrip("-")
+    if flag in ("-m", "--multirun"):
+        return "only `qkablate train` takes it; `qkablate sweep` is a grid already"
+    known = {key.partition(".")[0] for key in KEYS} | {*KEYS, "sweep", "control"}
+    known |= {word.removesuffix("=") for word in words if word.endswith("=")}
+    return f"a key is written without dashes: {name}=VALUE" if name in known else ""
 
 
 def choose_action(words: list[str], actions: Collection[str]) -> tuple[str, list[str]]:

@@ -2,7 +2,6 @@
 
 import math
 import os
-import shutil
 import sys
 import textwrap
 from argparse import Namespace
@@ -14,7 +13,8 @@ from qkablate.compose.configs import make_config, open_hydra
 from qkablate.compose.grid import read_request
 from qkablate.config import config_names
 from qkablate.errors import ImpossibleConfig, UserError, print_stderr
-from qkablate.table import format_count, print_json, print_next_commands
+from qkablate.screen import find_screen
+from qkablate.table import format_count, print_json, print_next_commands, print_text
 
 if TYPE_CHECKING:
     from qkablate.analysis.claims.judgement import Judgement
@@ -189,7 +189,7 @@ def _list(words: list[str], *, as_json: bool) -> int:
         return 0
     for row in rows:
         print("\n".join([*_format_row(row), ""]))
-    print(
+    print_text(
         "min: minutes here at scale=small, by the time of a training step; --dry-run times the"
         " claim's own"
     )
@@ -208,8 +208,10 @@ def _format_row(row: dict[str, Any]) -> list[str]:
         minutes = row["minutes_here"]
         facts += [f"{max(1, round(minutes))} min"] if minutes is not None else []
     texts = filter(None, (row["says"], row["source"], row["untestable"]))
-    width = min(100, shutil.get_terminal_size().columns)
+    screen = find_screen(sys.stdout)
+    width = min(100, screen.width or 100)
     lines = textwrap.wrap(" · ".join(facts), width, subsequent_indent="  ")
+    lines = [screen.paint_words(line) for line in lines]
     return lines + [f"    {line}" for text in texts for line in textwrap.wrap(text, width - 4)]
 
 
@@ -237,7 +239,8 @@ def _show(request: _ClaimRequest, as_json: bool) -> int:
         if as_json:
             print_json({"claim": claim.name, "scale": claim.scale, "verdict": None})
             return 1
-        print("\n".join([*format_claim(claim), "", "not run yet"]))
+        for line in (*format_claim(claim), "", "not run yet"):
+            print_text(line, " " * 10)
         print_next_commands([*request.command("run"), "--dry-run"], request.command("run"))
         return 1
     with suppress(BrokenPipeError):
@@ -293,7 +296,8 @@ def _run(request: _ClaimRequest, args: Namespace) -> int:
                 minutes = math.ceil(len(alone) * seeds * TYPICAL / 60)
                 arms = format_count(len(alone), "arm")
                 pairs.append(f"then {arms} measured alone, {seeds} times: some {minutes} min more")
-            print("\n".join([*format_claim(claim), "", *pairs, ""]))
+            for line in (*format_claim(claim), "", *pairs, ""):
+                print_text(line, " " * 10)
             return show_plan(manifest, slots, sweep_request, as_json=False)
         try:
             registration = registry.register_claim(claim, request.out)
@@ -322,18 +326,18 @@ def _print(judgement: "Judgement", looks: list["Judgement"], out: str) -> None:
     from qkablate.analysis.claims.registry import find_registrations
     from qkablate.report.text.claims import format_judgement
 
-    print("\n".join(format_judgement(judgement)))
+    print("\n".join(format_judgement(judgement, find_screen(sys.stdout))))
     for look in looks:
         if look is not judgement:
             summary = _summarize(look)
             if not look.has_ended:
                 summary += f", {look.study.ended} of {look.study.expected} runs have ended"
-            print(f"with {look.n} seeds: {summary}")
+            print_text(f"with {look.n} seeds: {summary}", has_words=True)
     for claim in (entry.claim for entry in find_registrations(out, judgement.claim.name)):
         if claim.hash != judgement.claim.hash and (
             other := counting_judgement(judge_looks(claim, out))
         ):
-            print(f"other wording or settings: {_summarize(other)}, {claim.hash[:12]}")
+            print_text(f"other wording or settings: {_summarize(other)}, {claim.hash[:12]}")
     study = looks[0].study
     if study.resume_commands:
         print_next_commands(*study.resume_commands, ["status", *study.cli_arguments])

@@ -8,7 +8,13 @@ from qkablate.config import variants
 from qkablate.errors import UserError, sanitize
 from qkablate.report.text.table import format_known
 from qkablate.runs.records import is_number
-from qkablate.table import format_short, print_json, print_next_commands, print_table
+from qkablate.table import (
+    format_short,
+    print_json,
+    print_next_commands,
+    print_table,
+    print_text,
+)
 
 if TYPE_CHECKING:
     from qkablate.analysis.comparison.two_runs import RunComparison
@@ -67,13 +73,18 @@ def _print(comparison: "RunComparison") -> None:
     print_table(["", *comparison.runs, "gap"], [[*map(sanitize, row)] for row in rows])
     if comparison.val_gap:
         gaps = (f"{format_short(row.tokens)}: {row.gap:+.4f}" for row in comparison.val_gap)
-        print(f"\nvalidation gap by tokens  {'  '.join(gaps)}")
+        print()
+        print_text(f"validation gap by tokens  {'  '.join(gaps)}")
     for title, differing in (("they differ in", comparison.differ), ("and in", comparison.unlike)):
         for key, (first, second) in differing.items():
-            print(sanitize(f"{title:<15} {key}: {first} · {second}"))
+            print_text(sanitize(f"{title:<15} {key}: {first} · {second}"), " " * 16)
     if not comparison.paired:
-        print("\nnot a pair: their seeds or data differ, which affects the gap, too")
-    print("\none pair gives a number, not a verdict; a sweep over several seeds gives a comparison")
+        print()
+        print_text("not a pair: their seeds or data differ, which affects the gap, too")
+    print()
+    print_text(
+        "one pair gives a number, not a verdict; a sweep over several seeds gives a comparison"
+    )
     names = [str(name) for name in comparison.differ.get("variant.name", ())]
     is_known = names and {*names} <= {*variants()}
     axes = [f"variant={','.join(names)}", "seed=range(6)", "--dry-run"]

@@ -15,6 +15,7 @@ from qkablate.table import (
     print_json,
     print_next_commands,
     print_table,
+    print_text,
 )
 
 SIZES = config_names("model")
@@ -183,7 +184,8 @@ def _print(rows: list[dict[str, Any]], configs: list[Config], vocabulary: int) -
         "precision": f"{32 if configs[0].precision == 'fp32' else 16}-bit numbers",
     }
     texts = [text for key, text in shared.items() if key not in differing]
-    print(f"\n{', '.join([*texts, f'vocabulary {vocabulary:,}'])}")
+    print()
+    print_text(f"{', '.join([*texts, f'vocabulary {vocabulary:,}'])}")
     print("FLOPs are per token; columns: qkablate cost --help")
 
 

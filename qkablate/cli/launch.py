@@ -1,14 +1,16 @@
 """Show the plan and the outcome of a sweep: for `qkablate sweep` and `qkablate claim run`."""
 
+import sys
 from contextlib import suppress
 
 from qkablate.api.sweep import SweepOutcome, run_sweep
 from qkablate.cli.arguments import out_words
 from qkablate.compose.grid import SweepRequest
+from qkablate.screen import find_screen
 from qkablate.sweeps.planning.manifest import Manifest
 from qkablate.sweeps.running import results
 from qkablate.sweeps.running.state import SweepState
-from qkablate.table import print_json, print_next_commands
+from qkablate.table import print_json, print_next_commands, print_text
 from qkablate.tracking.wandb.run import OFFLINE
 
 
@@ -33,9 +35,11 @@ def show_plan(
     if as_json:
         print_json(text.plan_to_json(manifest, len(slots), estimated, done))
         return 0
-    print("\n".join(text.format_plan(manifest, len(slots), estimated, done, engine)))
+    screen = find_screen(sys.stdout)
+    lines = text.format_plan(manifest, len(slots), estimated, done, engine, screen=screen)
+    print("\n".join(lines))
     if reason:
-        print(f"cost     not estimated: {reason}")
+        print_text(f"cost     not estimated: {reason}", " " * 9)
     print_next_commands(manifest.command[1:])
     return 0
 

@@ -10,7 +10,13 @@ from typing import TYPE_CHECKING
 from qkablate.cli.arguments import Parser, margin, one_of, out_words, take_out
 from qkablate.cli.names import find_sources
 from qkablate.errors import UserError, sanitize
-from qkablate.table import print_json, print_next_commands, print_table
+from qkablate.table import (
+    print_heading,
+    print_json,
+    print_next_commands,
+    print_table,
+    print_text,
+)
 
 if TYPE_CHECKING:
     from qkablate.analysis.comparison.summary import GapSummary
@@ -20,7 +26,8 @@ FORMATS = ("table", "csv", "json", "md")
 
 HELP = """qkablate results: the comparisons of a sweep or of some runs, with their uncertainty.
 
-Usage: qkablate results [SWEEP | RUN …] [--margin NATS] [--format table|csv|json|md | --json]
+Usage: qkablate results [SWEEP | RUN …] [--margin NATS] [--all]
+                        [--format table|csv|json|md | --json]
                         [--times FILE] [out=FOLDER]
 
 Each argument is a folder, or the beginning of a name or id; the default is the newest sweep or,
@@ -29,12 +36,15 @@ where there is none, every run. Runs are paired by seed where possible.
 Examples
   qkablate results                       the newest sweep
   qkablate results outputs/runs/*        runs without a sweep
+  qkablate results quick --all           and all details: ranks, rates, curves, distances, fronts
   qkablate results quick --margin 0.01   and which arms are not worse by 0.01
   qkablate results quick --format md     tables to paste
   qkablate results quick --json          everything: every run, every check of the audit
   qkablate results quick --format csv    one row per gap
   qkablate cost variant=standard,merged_w --measure --json > times.json
   qkablate results --times times.json    with the Pareto front of loss and time
+
+Without --all, only the verdicts and what the audit warns of.
 
 A gap is the test loss of an arm minus that of its baseline with the same seed, in nats. The
 interval over pairs decides: Student's t, widened where the gaps are skewed. `p` is adjusted by
@@ -61,6 +71,7 @@ PARSER.option(
     " detected does not show equality",
     margin,
 )
+PARSER.switch("--all", "show the tables of all details before the verdicts")
 PARSER.option("--format", "|".join(FORMATS), "output format", one_of(FORMATS))
 PARSER.switch("--json", "the same as --format json")
 PARSER.option(
@@ -77,6 +88,8 @@ def main(argv: list[str]) -> int:
     if args.json and args.format not in (None, "json"):
         raise UserError(f"--json and --format {args.format}: give one of the two")
     form = "json" if args.json else args.format or "table"
+    if args.all and form != "table":
+        raise UserError(f"--all: --format {form} shows everything already")
     words, out = take_out(args.words)
     sources = find_sources(words, out, ("sweep", "run"))
     if len(sources) > 1:
@@ -87,16 +100,20 @@ def main(argv: list[str]) -> int:
     ((kind, folders),) = sources
 
     from qkablate.analysis.comparison.ranking import read_times
-    from qkablate.analysis.comparison.summary import describe_study
     from qkablate.analysis.study.standalone_runs import read_standalone_runs
     from qkablate.analysis.study.study import read_study
+    from qkablate.report.section import Section
+    from qkablate.report.text.summary import summarize
     from qkablate.report.text.table import format_markdown
     from qkablate.report.text.tables import make_tables
+    from qkablate.report.text.verdicts import make_verdict_tables
 
     study = read_standalone_runs(folders) if kind == "runs" else read_study(folders[0])
     named = study.cli_arguments if study.manifest else [*words, *out_words(out)]
     times = read_times(args.times, study) if args.times else {}
-    summary = describe_study(study, times, args.margin)
+    where = out if kind == "runs" else str(folders[0])
+    section = Section(study.name, where, study, args.margin, milliseconds=times)
+    summary = section.summary
     with suppress(BrokenPipeError):
         if form == "json":
             gaps = [
@@ -109,14 +126,20 @@ def main(argv: list[str]) -> int:
         elif form == "md":
             print(f"# {study.name}\n\n" + "\n\n".join(map(format_markdown, make_tables(summary))))
         else:
-            print_tables(make_tables(summary))
+            # The details come first, so that the answer is last on the screen.
+            show_all = args.all or bool(args.times)  # times are asked for their front
+            print_tables([*(make_tables(summary) * show_all), *make_verdict_tables(summary)])
             for line in study.unread:
-                print(sanitize(f"\nnot read: {line}"))
+                print_text(sanitize(f"\nnot read: {line}"))
+            print()
+            for sentence in summarize(section):
+                print_text(sentence, "", has_words=True)
             command = ["results", *named]
             more = [*study.resume_commands]
             if summary.tuning is not None and study.is_complete:
                 more.append([*summary.tuning.command, *study.cli_arguments[1:], "--dry-run"])
             more += [[*command, "--margin", "0.01"]] if args.margin is None else []
+            more += [] if show_all else [[*command, "--all"]]
             print_next_commands(*more, ["report", *named], [*command, "--json"])
         sys.stdout.flush()
     return 0 if study.is_complete else 1
@@ -125,10 +148,12 @@ def main(argv: list[str]) -> int:
 def print_tables(tables: "list[Table]") -> None:
     """Print tables with their titles and notes."""
     for number, table in enumerate(tables):
-        print(("\n" if number else "") + sanitize(table.title) + "\n")
+        print("\n" * bool(number), end="")
+        print_heading(sanitize(table.title))
+        print()
         print_table(table.columns, [[*map(sanitize, row)] for row in table.rows], 1, table.wrap)
         for note in table.notes:
-            print(sanitize(f"  {note}"))
+            print_text(sanitize(f"  {note}"))
 
 
 def _print_csv(gaps: "list[GapSummary]") -> None:

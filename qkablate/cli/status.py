@@ -3,11 +3,14 @@
 import sys
 import time
 from contextlib import suppress
+from pathlib import Path
 
 from qkablate.cli.arguments import Parser, find_sweep_and_out, out_words
-from qkablate.errors import UserError, sanitize
+from qkablate.errors import UserError, print_stderr, sanitize
+from qkablate.runs.run import NoMatch
+from qkablate.screen import find_screen
 from qkablate.sweeps.planning.manifest import read_manifest
-from qkablate.sweeps.running.progress_table import ProgressTable, render_table
+from qkablate.sweeps.running.progress_table import UNLIMITED, ProgressTable, render_table
 from qkablate.sweeps.running.results import (
     describe_missing_runs,
     print_arms,
@@ -15,7 +18,7 @@ from qkablate.sweeps.running.results import (
     resume_commands,
 )
 from qkablate.sweeps.running.state import SweepState
-from qkablate.table import print_csv, print_json, print_next_commands
+from qkablate.table import print_csv, print_json, print_next_commands, print_text
 
 HELP = """qkablate status: the progress of a sweep, read from the folders of its runs.
 
@@ -38,7 +41,11 @@ _INTERVAL = 2.0  # seconds between two updates of --watch
 
 
 PARSER = Parser(HELP, ("sweep",), ("out=",))
-PARSER.switch("--watch", "update every two seconds while any run is being trained")
+PARSER.switch(
+    "--watch",
+    "update every two seconds while any run is being trained; on a terminal it waits for a sweep"
+    " that has not started",
+)
 PARSER.switch("--json", "print JSON")
 PARSER.switch("--csv", "print CSV")
 
@@ -49,19 +56,17 @@ def main(argv: list[str]) -> int:
     modes = [f"--{name}" for name in ("csv", "json", "watch") if getattr(args, name)]
     if len(modes) > 1:
         raise UserError(f"{' and '.join(modes)}: give one of the two")
+    if args.watch and sys.stderr.isatty():
+        _wait_until_active(args.words)
     folder, out = find_sweep_and_out(args.words)
     sweep_state = SweepState(read_manifest(folder))
     sweep_state.refresh()
-
-    def is_active() -> bool:
-        return sweep_state.status_counts()["running"] > 0 or sweep_state.is_running()
-
     if args.watch:
         table = ProgressTable()
-        if not sys.stderr.isatty() and is_active():
+        if not sys.stderr.isatty() and _is_active(sweep_state):
             print("\n".join(render_table(sweep_state)), flush=True)
         table.show(sweep_state)
-        while is_active():
+        while _is_active(sweep_state):
             time.sleep(_INTERVAL)
             sweep_state.refresh()
             table.show(sweep_state)
@@ -82,9 +87,11 @@ def main(argv: list[str]) -> int:
         elif args.csv:
             print_csv(result_rows(sweep_state))
         elif not args.watch or not sys.stderr.isatty():
-            print("\n".join(render_table(sweep_state)))
+            screen = find_screen(sys.stdout)
+            lines = render_table(sweep_state, screen.width + 1 if screen.width else UNLIMITED)
+            print("\n".join(map(screen.paint_words, lines)))
             if missing := describe_missing_runs(sweep_state):
-                print(sanitize(f"  {missing}"))
+                print_text(sanitize(f"  {missing}"))
             is_running = sweep_state.is_running()
             if is_running and not counts["running"]:
                 print("  its launcher is starting or waiting for runs")
@@ -102,3 +109,28 @@ def main(argv: list[str]) -> int:
                 print_next_commands(*commands)
         sys.stdout.flush()
     return 0 if is_finished else 1
+
+
+def _is_active(sweep_state: SweepState) -> bool:
+    return sweep_state.status_counts()["running"] > 0 or sweep_state.is_running()
+
+
+def _wait_until_active(words: list[str]) -> None:
+    """Wait until the sweep is being trained, and say so; a finished one named in full is shown."""
+    said = ""
+    while True:
+        try:
+            folder, _ = find_sweep_and_out(words)
+        except NoMatch as error:
+            reason = str(error)
+        else:
+            sweep_state = SweepState(read_manifest(folder))
+            sweep_state.refresh()
+            is_named = any(Path(word).name == folder.name for word in words)
+            if _is_active(sweep_state) or (is_named and sweep_state.is_finished()):
+                return
+            reason = f"{folder.name} is {'finished' if sweep_state.is_finished() else 'stopped'}"
+        if reason != said:
+            print_stderr(f"qkablate: {reason}; waiting for a sweep to start (Ctrl-C ends this)")
+            said = reason
+        time.sleep(_INTERVAL)

@@ -1,11 +1,19 @@
 """`qkablate variants`: the catalogue of variants."""
 
+import sys
 import textwrap
 from collections.abc import Iterable
 
 from qkablate.cli.arguments import Parser
 from qkablate.errors import UserError
-from qkablate.table import print_json, print_next_commands, print_table
+from qkablate.screen import find_screen
+from qkablate.table import (
+    print_heading,
+    print_json,
+    print_next_commands,
+    print_table,
+    print_text,
+)
 
 HELP = """qkablate variants: the catalogue of variants.
 
@@ -48,13 +56,16 @@ def main(argv: list[str]) -> int:
     columns = ["variant", "parameters", "without", "equation", "source"]
     cells = [[row[column] for column in columns] for row in rows]
     print_table(columns, cells, left=5, wrap=("parameters", "without", "equation", "source"))
-    print("\nParameters per layer: d d_model, h heads, k d_head, r rank, g groups, T context.")
-    print("Where an equation defines only one of B_h and M_h, the other is that of standard.")
-    print("\nFreely combined")
+    print()
+    print_text("Parameters per layer: d d_model, h heads, k d_head, r rank, g groups, T context.")
+    print_text("Where an equation defines only one of B_h and M_h, the other is that of standard.")
+    print()
+    print_heading("Freely combined")
+    width = min(100, find_screen(sys.stdout).width or 100)
     axes: dict[str, Iterable[str]]
     axes = {"qk": QK_CIRCUITS, "ov": OV_CIRCUITS, "norm": NORMS, "mask_self": ("false", "true")}
     for key, names in axes.items():
         line = f"  variant.{key:<9}  {', '.join(names)}"
-        print(textwrap.fill(line, 100, subsequent_indent=" " * 21))
+        print(textwrap.fill(line, width, subsequent_indent=" " * 21))
     print_next_commands(["cost"], ["verify"], ["train", "variant=merged_w"])
     return 0

@@ -8,7 +8,13 @@ from qkablate.cli.arguments import CIRCUIT_KEYS, Parser, propose_sample, restore
 from qkablate.compose.configs import Job, build_jobs, choose_next, compose_jobs
 from qkablate.config import Config
 from qkablate.errors import UserError, print_stderr
-from qkablate.table import format_count, print_json, print_next_commands, print_table
+from qkablate.table import (
+    format_count,
+    print_json,
+    print_next_commands,
+    print_table,
+    print_text,
+)
 
 if TYPE_CHECKING:
     from qkablate.verify import CheckResult
@@ -135,12 +141,12 @@ def _print(outcomes: list["CheckResult"]) -> None:
         double = f"{line.residual:.1e} of {line.tolerance:.0e}"
         residuals = [double, single] if line.tolerance else [f"{line.residual:g} of 0", ""]
         verdict = "holds" if line.holds else "VIOLATED"
-        rows.append([line.variant, line.check, *residuals, verdict, line.says])
-    columns = ["variant", "check", "residual", "fp32", "verdict", "identity"]
-    print_table(columns, rows, left=6, wrap=("identity",))
+        rows.append([line.variant, line.check, verdict, *residuals, line.says])
+    columns = ["variant", "check", "verdict", "residual", "fp32", "identity"]
+    print_table(columns, rows, left=6, wrap=("identity",), keys=2)
     bad = [line for line in outcomes if not line.holds]
     names = {line.variant for line in outcomes}
     checked = f"{format_count(len(outcomes), 'check')} of {format_count(len(names), 'variant')}"
     print(f"\n{checked}: {len(bad)} violated")
     for line in bad:
-        print(f"  {line.variant}: {line.check}: {line.says}")
+        print_text(f"  {line.variant}: {line.check}: {line.says}")

@@ -121,5 +121,11 @@ def format_error(error: Exception, known: Collection[str] = ()) -> str:
             return no_such_key(key, known)
     if match := re.search(r"[Aa]mbiguous value for argument '([^']+)'", text):
         return f"'{match[1]}' has several values: add -m for a run each; a list is written [a,b]"
+    if match := re.search(r"Sweep parameters '([^']+)' requires? --multirun", text):
+        word = match[1].split(",")[0] if "(" not in match[1] else match[1]
+        return (
+            f"'{word}' has several values: `qkablate train` trains one run; add -m for a run each,"
+            " or use `qkablate sweep`"
+        )
     source: Any = cause if cause is not None and hasattr(cause, "full_key") else error
     return explain(source, known)

@@ -238,7 +238,9 @@ def explain(error: BaseException, known: Collection[str] = ()) -> str:
     kind = re.sub(r"\[(.*)\]", lambda m: f"[{', '.join(sorted(m[1].split(', ')))}]", kind)
     if match and kind in _TYPES:
         words = ((key in KEYS and KEYS[key].choices) or ("auto",)) if "str" in kind else ()
-        return f"{key}: '{match[1]}' is not {' or '.join([_TYPES[kind], *words])}"
+        is_whole = "int" in kind.lower() and re.fullmatch(r"-?\d+\.0", match[1])
+        hint = f"; write {match[1][:-2]}" if is_whole else ""
+        return f"{key}: '{match[1]}' is not {' or '.join([_TYPES[kind], *words])}{hint}"
     if "not Optional" in text:
         return f"{key}: null is not a value"
     if "ListConfig" in text:

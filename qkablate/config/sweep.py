@@ -174,6 +174,8 @@ def check_sweep(config: SweepConfig) -> None:
     if not grid.tuning_seeds or not all(0 <= seed <= BIG for seed in grid.tuning_seeds):
         raise UserError(f"sweep.tuning_seeds: {grid.tuning_seeds} are not one or more seeds")
     _check_also(grid)
+    if grid.baseline == "none":
+        raise UserError("sweep.baseline: 'none' is not a variant; for no baseline write null")
     if not isinstance(grid.baseline, str | dict | None):
         raise UserError(
             f"sweep.baseline: '{grid.baseline}' is not a variant, a map of keys to values, or null"

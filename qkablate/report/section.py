@@ -2,8 +2,8 @@
 
 import re
 from collections import Counter
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 
 from qkablate.analysis.claims.judgement import Judgement
@@ -29,10 +29,11 @@ class Section:
     margin: float | None = None
     judgement: Judgement | None = None  # of a claim
     other_variants: tuple[str, ...] = ()  # of the other sections on the page
+    milliseconds: Mapping[str, float] = field(default_factory=dict)  # of a step, by arm
 
     @cached_property
     def summary(self) -> StudySummary:
-        return describe_study(self.study, margin=self.margin)
+        return describe_study(self.study, self.milliseconds, self.margin)
 
     @cached_property
     def families(self) -> list[Family]:

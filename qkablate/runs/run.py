@@ -215,13 +215,17 @@ def find_runs(word: str, out: str | Path = "outputs") -> list[Path]:
 _START = {"run": "qkablate train", "sweep": "qkablate sweep sweep=quick"}
 
 
-def no_match(kind: str, word: str | None, out: Path, known: Collection[str]) -> UserError:
+class NoMatch(UserError):
+    """No run, sweep or claim has the name that was given."""
+
+
+def no_match(kind: str, word: str | None, out: Path, known: Collection[str]) -> NoMatch:
     """Return the error that no `known` name in `out` matches a word; without one, there is none."""
     text = f"there is no {kind} " + (f"'{word}' " if word is not None else "") + f"in '{out}'"
     if known:
-        return UserError(text + nearest_hint(word or "", known))
+        return NoMatch(text + nearest_hint(word or "", known))
     start = f"; start one: {_START[kind]}" if kind in _START else ""
-    return UserError(f"{text} (it has none){start}")
+    return NoMatch(f"{text} (it has none){start}")
 
 
 def match_name(word: str, folders: list[Path], plural: str) -> Path | None:

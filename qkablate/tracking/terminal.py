@@ -1,5 +1,6 @@
 """Progress of a run: a bar on a terminal, plain lines elsewhere."""
 
+import shutil
 import sys
 import time
 from contextlib import suppress
@@ -10,21 +11,21 @@ from tqdm import tqdm
 from qkablate.errors import sanitize
 from qkablate.redaction import redact
 
-_BAR = "{desc} {percentage:3.0f}%|{bar}| {n}/{total} [{elapsed}, {remaining} left]"
+_MIN_BAR = 12  # columns
 
 
 class Terminal:
     """Progress on stderr."""
 
     def __init__(self, label: str, steps: int, start: int) -> None:
-        self._steps, self._start, self._began = steps, start, time.monotonic()
+        self._label, self._steps, self._start = label, steps, start
+        self._began = time.monotonic()
         self._last_line = start
         self._latest: dict[str, float] = {}
         self._bar: tqdm[Any] | None = None
         if sys.stderr.isatty():
-            self._bar = tqdm(
-                total=steps, initial=start, desc=label, bar_format=_BAR, dynamic_ncols=True
-            )
+            form = _bar_format(label, steps, [], shutil.get_terminal_size().columns)
+            self._bar = tqdm(total=steps, initial=start, bar_format=form, dynamic_ncols=True)
 
     def log(self, row: dict[str, Any]) -> None:
         if "diagnostics" in row:  # diagnostics show no progress
@@ -33,13 +34,15 @@ class Terminal:
         if self._bar is not None:
             self._latest |= row
             with suppress(OSError):  # a closed terminal must not stop the run
-                self._bar.bar_format = f"{_BAR}  {_summary(self._latest)}"
+                width = shutil.get_terminal_size().columns
+                metrics = _format_metrics(self._latest)
+                self._bar.bar_format = _bar_format(self._label, self._steps, metrics, width)
                 self._bar.update(step - self._bar.n)
             return
         # Plain lines: one per evaluation, and at least twenty per run.
         if "val/loss" in row or step - self._last_line >= max(1, self._steps // 20):
             self._last_line = step
-            text = f"step {step}/{self._steps}  {_summary(row)}"
+            text = f"step {step}/{self._steps}  {'  '.join(_format_metrics(row))}"
             if self._start < step < self._steps:
                 seconds = (time.monotonic() - self._began) / (step - self._start)
                 text += f"  {seconds * (self._steps - step):.0f} s left"
@@ -56,7 +59,21 @@ class Terminal:
                 self._bar.close()
 
 
-def _summary(row: dict[str, Any]) -> str:
+def _bar_format(label: str, steps: int, metrics: list[str], width: int) -> str:
+    """Return tqdm's format of a line: losses and the time left before all that may not fit."""
+    name = label if len(label) <= width // 4 else f"{label[: width // 4 - 1]}…"
+    room = width - len(f"{name} 100%  59:59:59 left")
+    shown = [name.replace("{", "{{").replace("}", "}}") + " {percentage:3.0f}%"]
+    for part in [*metrics[:2], "left", f"{{n}}/{steps}", *metrics[2:]]:
+        length = 0 if part == "left" else len(part.replace("{n}", str(steps))) + 2
+        if length > room:
+            break
+        shown.append("{remaining} left" if part == "left" else part)
+        room -= length
+    return "  ".join(shown) + ("  |{bar}|" if room >= _MIN_BAR else "")
+
+
+def _format_metrics(row: dict[str, Any]) -> list[str]:
     formats = {
         "train/loss": "loss {:.4f}",
         "val/loss": "val {:.4f}",
@@ -64,4 +81,4 @@ def _summary(row: dict[str, Any]) -> str:
         "train/lr": "lr {:.2e}",
         "perf/tokens_per_second": "{:,.0f} tokens/s",
     }
-    return "  ".join(form.format(row[key]) for key, form in formats.items() if key in row)
+    return [form.format(row[key]) for key, form in formats.items() if key in row]

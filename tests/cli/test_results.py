@@ -10,6 +10,7 @@ import sys
 
 import pytest
 
+from qkablate.screen import Screen
 from tests.cli.helpers import GAPS, assert_refused, complete, proposed_commands
 
 WORDS = [
@@ -58,7 +59,7 @@ def test_help_needs_no_torch_and_no_scipy(verb):
 
 @pytest.mark.slow
 def test_table_has_every_arm_every_run_and_every_gap(qkablate, sweep):
-    done = qkablate("results")
+    done = qkablate("results", "--all")
     assert (done.code, done.err) == (0, "")
     losses = re.split(r"\n\n(?=\S.*\n\n)", done.out)[0]
     assert losses.startswith("test loss")
@@ -73,6 +74,41 @@ def test_table_has_every_arm_every_run_and_every_gap(qkablate, sweep):
     assert "gaps to standard-d16-h2, paired by seed" in done.out
     assert "neither was tuned" in done.out  # what the audit says
     assert "sweep.tune=true tunes both" in done.out
+
+
+def test_answer_is_last_and_fits_one_screen(qkablate, sweep):
+    done = qkablate("results")
+    assert (done.code, done.err) == (0, "")
+    table, answer, _ = done.out.rsplit("\n\n", 2)
+    assert table.startswith("gaps to standard-d16-h2, paired by seed")
+    rows = {line.split()[0]: line for line in table.splitlines()[2:]}
+    assert "worse at this rate" in rows["no_q-d16-h2"]
+    assert "baseline" in rows["standard-d16-h2"]
+    assert answer.startswith(
+        "Compared with standard on the same data and seeds, no_q (by 0.0500 nats) did worse"
+    )
+    assert len(done.out.splitlines()) < 40
+    everything = qkablate("results", "--all").out
+    assert len(everything) > 2 * len(done.out)
+    assert everything.index("Pareto") < everything.index(answer)
+
+
+@pytest.mark.parametrize("words", [[], ["--margin", "0.01"], ["--all"], ["--all", "--margin=0.01"]])
+@pytest.mark.parametrize("width", [80, 120])
+def test_output_is_no_wider_than_the_terminal(qkablate, sweep, monkeypatch, words, width):
+    wide = qkablate("results", *words).out
+    screen = Screen(width, has_color=True)
+    monkeypatch.setattr("qkablate.table.find_screen", lambda stream: screen)
+    colored = qkablate("results", *words).out
+    assert "\x1b[31mworse" in colored
+    lines = re.sub(r"\x1b\[\d+m", "", colored).splitlines()
+    assert max(map(len, lines)) <= width
+    assert {*wide.split()} <= {*" ".join(lines).split()}  # no word is broken
+
+
+def test_all_is_only_for_the_tables(qkablate, sweep):
+    refused = qkablate("results", "--all", "--json")
+    assert_refused(refused, "--all: --format json shows everything already")
 
 
 def test_json_is_complete(qkablate, sweep):
@@ -155,7 +191,7 @@ def test_margin_is_tested(qkablate, sweep):
     assert gaps["0.01"]["shared_qk-d16-h2"]["p_equivalent"] < 0.05
     assert gaps["0.01"]["no_q-d16-h2"]["p_noninferior"] > 0.95
     assert gaps["0.1"]["no_q-d16-h2"]["p_noninferior"] < 0.05
-    done = qkablate("results", "--margin=0.01")
+    done = qkablate("results", "--margin=0.01", "--all")
     assert "p (gap ≥ 0.01)" in done.out
     assert "seeds for ± 0.01 if the gap is 0" in done.out
     assert "the experiment could not tell" in done.out  # there is no floor
@@ -170,10 +206,11 @@ def test_proposed_command_works(qkablate, sweep):
     assert settle[:2] == ["qkablate", "sweep"]
     assert settle[-1] == "--dry-run"
     assert "sweep.tune=true" in settle
-    verbs = ["results", "report", "results"]
+    verbs = ["results", "results", "report", "results"]
     assert [words[:3] for words in others] == [["qkablate", verb, sweep.name] for verb in verbs]
     assert others[0][-2:] == ["--margin", "0.01"]
-    assert others[2][-1] == "--json"
+    assert others[1][-1] == "--all"
+    assert others[3][-1] == "--json"
     for words in commands:
         assert qkablate(*words[1:]).code == 0
 
@@ -181,7 +218,7 @@ def test_proposed_command_works(qkablate, sweep):
 def test_proposed_command_works_with_another_out(qkablate, finished, tmp_path):
     done = qkablate("results", "small", f"out={finished}")
     commands = proposed_commands(done)
-    assert len(commands) == 4
+    assert len(commands) == 5
     for words in commands:
         assert f"out={finished}" in words
         assert qkablate(*words[1:]).code == 0
@@ -204,10 +241,10 @@ def test_sweep_is_found_by_its_folder_name_or_id(qkablate, sweep):
 
 def test_unfinished_sweep_is_shown_as_far_as_possible(qkablate, outputs, sweep):
     unfinish(outputs, 2)
-    done = qkablate("results")
+    done = qkablate("results", "--all")
     assert (done.code, done.err) == (1, "")
     assert "(waiting)" in done.out
-    (row,) = [x for x in done.out.splitlines() if x.startswith("no_q-d16-h2 ") and "/5" in x]
+    (row,) = [x for x in qkablate("results").out.splitlines() if x.startswith("no_q-d16-h2 ")]
     assert "3/5" in row
     manifest = json.loads((sweep / "manifest.json").read_text())
     kept = [word for word in manifest["command"] if not word.startswith("out=")]

@@ -137,6 +137,7 @@ MISTAKES = [
     (["a", "variant.fil=x"], "variant.fil: there is no such key (nearest: variant.file)"),
     (["a", "=x"], "there is no such key"),
     (["a", "--promt"], "'--promt' is not one of --help, -h"),
+    (["a", "--prompt", "x"], "a key is written without dashes: prompt=VALUE"),
     (["a", "--hlep"], "(nearest: --help)"),
     (["a", "--help=1"], "--help takes no value"),
     (["a", "tokens=0"], "tokens: '0' is not a whole number from 1 to 1000000000"),

@@ -9,6 +9,7 @@ import shutil
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -218,6 +219,7 @@ def test_a_sweep_whose_launcher_is_starting_is_not_to_be_started_again(qkablate,
 
 def test_watch_ends_when_nothing_runs(qkablate, outputs, sweep, monkeypatch):
     monkeypatch.setattr(sys.stderr, "isatty", lambda: True)
+    monkeypatch.setenv("NO_COLOR", "1")
     waits = []
     with contextlib.ExitStack() as work:
         work.enter_context(at_work(outputs))
@@ -239,9 +241,41 @@ def test_watch_ends_when_nothing_runs(qkablate, outputs, sweep, monkeypatch):
 @pytest.mark.parametrize("live", [True, False])
 def test_watch_of_a_finished_sweep_prints_once(qkablate, outputs, sweep, monkeypatch, live):
     monkeypatch.setattr(sys.stderr, "isatty", lambda: live)
-    done = qkablate("status", "--watch")
+    monkeypatch.setenv("NO_COLOR", "1")
+    done = qkablate("status", sweep.name, "--watch")
     assert done.code == 0
     assert (done.out + done.err).count(f"{sweep.name}  4 runs: 4 done") == 1
+
+
+@pytest.mark.parametrize("is_there", [True, False])
+def test_watch_waits_on_a_terminal_for_a_sweep_to_start(
+    qkablate, outputs, sweep, monkeypatch, is_there
+):
+    monkeypatch.setattr(sys.stderr, "isatty", lambda: True)
+    monkeypatch.setenv("NO_COLOR", "1")
+    elsewhere = outputs / "elsewhere"
+    if not is_there:
+        sweep.rename(elsewhere)
+    waits = []
+    with contextlib.ExitStack() as launcher:
+
+        def wait(seconds):
+            waits.append(seconds)
+            assert len(waits) < 9
+            if len(waits) == 2:  # it is started
+                if not is_there:
+                    elsewhere.rename(sweep)
+                launcher.enter_context(hold_lease(sweep / "launchers" / "here-1"))
+            if len(waits) == 4:
+                launcher.close()
+
+        monkeypatch.setattr("qkablate.cli.status.time", SimpleNamespace(sleep=wait))
+        done = qkablate("status", "small", "--watch")
+    assert len(waits) == 4
+    assert done.err.count("waiting for a sweep to start (Ctrl-C ends this)") == 1
+    reason = f"{sweep.name} is finished" if is_there else "there is no sweep"
+    assert reason in done.err.splitlines()[0]
+    assert "4 runs: 4 done" in done.err.splitlines()[1]
 
 
 def test_no_torch_is_imported(sweep):

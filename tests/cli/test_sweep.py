@@ -81,6 +81,11 @@ BARE = [
     (["--dryrun"], "(nearest: --dry-run)"),
     (["--resume"], "'--resume' is not one of --dry-run, --help, --json, --retry, --yes, -h\n"),
     (["--dry-run=1"], "--dry-run takes no value"),
+    (["-m", "variant=standard,no_q"], "`qkablate sweep` is a grid already"),
+    (
+        ["sweep.baseline=none"],
+        "sweep.baseline: 'none' is not a variant; for no baseline write null",
+    ),
     (["sweep=quik"], "lr, ov, qk, quick, rank (nearest: quick)"),
     (["sweep=quick,lr"], "sweep"),
 ]

@@ -1,8 +1,11 @@
 import contextlib
 import os
 import pty
+import re
 import sys
 import termios
+
+import pytest
 
 from qkablate.tracking import Terminal
 
@@ -46,9 +49,9 @@ def test_a_long_run_prints_few_lines(capsys):
 class Screen:
     """A pseudo-terminal in place of stderr."""
 
-    def __init__(self) -> None:
+    def __init__(self, columns: int = 100) -> None:
         self._master, slave = pty.openpty()
-        termios.tcsetwinsize(slave, (24, 100))
+        termios.tcsetwinsize(slave, (24, columns))
         self.stderr = os.fdopen(slave, "w", buffering=1)
 
     def read(self) -> str:
@@ -78,6 +81,21 @@ def test_a_terminal_has_a_progress_bar(monkeypatch):
     before, _, after = output.partition("a note\r\n")
     assert before.endswith("\r")
     assert after
+
+
+@pytest.mark.parametrize("columns", [60, 80, 120])
+def test_losses_and_time_left_are_never_cut(monkeypatch, columns):
+    screen = Screen(columns)
+    monkeypatch.setattr(sys, "stderr", screen.stderr)
+    monkeypatch.setenv("COLUMNS", str(columns))
+    terminal = Terminal("merged_w-d128-h4-s0", 1000, 0)
+    terminal.log({"step": 500, "train/loss": 3.0, "val/loss": 2.5, "train/lr": 1e-3})
+    terminal.log({"step": 1000, "train/loss": 3.0, "perf/tokens_per_second": 12345.0})
+    terminal.close()
+    line = re.split(r"\r", screen.read())[-2]
+    assert "loss 3.0000  val 2.5000" in line
+    assert " left" in line
+    assert len(re.sub(r"\x1b\[\w", "", line)) <= columns
 
 
 def test_diagnostics_are_not_printed(capsys):

@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
+from qkablate.cli.arguments import key_hint
 from qkablate.compose.register import register
 from qkablate.compose.words import check_word, format_error
 from qkablate.config import KEYS, Config, conf_dir
@@ -96,7 +97,9 @@ def _sort_flags(argv: list[str]) -> list[str]:
             flags += [flag, value]
         elif flag not in _SWITCHES | {"--rerun"}:
             known = sorted({*_SWITCHES, *_WITH_VALUE, "--info", "--rerun"} - {flag})
-            raise UserError(f"'{flag}' is not a flag of this verb{nearest_hint(flag, known)}")
+            hint = key_hint(flag)
+            hint = f"; {hint}" if hint else nearest_hint(flag, known)
+            raise UserError(f"'{flag}' is not a flag of this verb{hint}")
         elif equals:
             raise UserError(f"{flag} takes no value, and '{value}' was given")
         else:

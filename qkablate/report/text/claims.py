@@ -14,6 +14,7 @@ from qkablate.analysis.stats import Sample
 from qkablate.errors import sanitize
 from qkablate.report.text.numbers import format_value
 from qkablate.report.text.table import Table, format_interval, format_known
+from qkablate.screen import PLAIN, Screen
 from qkablate.table import format_table
 
 _KINDS = {
@@ -79,27 +80,33 @@ def _format_margin(spec: PartSpec) -> str:
     return f"{100 * spec.margin:g} %" if is_ratio else f"{spec.margin:g}"
 
 
-def format_judgement(judgement: Judgement) -> list[str]:
-    """Return the verdict, its evidence, and what would decide it, as lines."""
+def format_judgement(judgement: Judgement, screen: Screen = PLAIN) -> list[str]:
+    """Return the verdict, its evidence, and what would decide it, as lines for a screen."""
     label = " (exploratory)" if judgement.exploratory else ""
     doubts = {check.name for part in judgement.parts for check in part.checks if check.is_warning}
-    text = [*format_claim(judgement.claim), "", f"{judgement.headline}{label}"]
-    text += [f"  on {world}: {word}" for world, word in judgement.worlds.items()]
-    text += [f"  unless {condition}" for condition in judgement.unless]
-    text += [f"  exploratory: {reason}" for reason in judgement.exploratory]
+
+    def lines(*texts: str) -> list[str]:
+        return [part for text in texts for part in screen.wrap(sanitize(text), "    ")]
+
+    verdict = [f"{judgement.headline}{label}"]
+    verdict += [f"  on {world}: {word}" for world, word in judgement.worlds.items()]
+    text = lines(*format_claim(judgement.claim), "")
+    text += map(screen.paint_words, lines(*verdict))
+    text += lines(*(f"  unless {condition}" for condition in judgement.unless))
+    text += lines(*(f"  exploratory: {reason}" for reason in judgement.exploratory))
     if not judgement.has_ended:
         ended, expected = judgement.study.ended, judgement.study.expected
         needed = "all of them" if ended < expected else "seconds and memory, measured alone"
-        text.append(f"  {ended} of {expected} runs have ended; the verdict needs {needed}")
-        return [*map(sanitize, text)]
+        return text + lines(f"  {ended} of {expected} runs have ended; the verdict needs {needed}")
     if doubts:
-        text.append(f"  the audit warns: {', '.join(sorted(doubts))}")
-    text += ["", *format_table(*make_part_table(judgement)), ""]
-    text += [f"  {line}" for line in format_details(judgement)]
-    text += ["", "audit", *_audit(judgement.parts)]
-    text += [line for needs in format_seeds_needed(judgement) for line in ("", needs)]
+        text += lines(f"  the audit warns: {', '.join(sorted(doubts))}")
+    head, rows = make_part_table(judgement)
+    table = format_table(head, [[*map(sanitize, row)] for row in rows], screen=screen)
+    text += ["", *table, "", *lines(*(f"  {line}" for line in format_details(judgement)))]
+    text += ["", screen.paint("audit", "bold"), *lines(*_audit(judgement.parts))]
+    text += lines(*(line for needs in format_seeds_needed(judgement) for line in ("", needs)))
     assert judgement.study.manifest is not None  # claims are judged by sweeps
-    return [*map(sanitize, [*text, "", f"runs  {judgement.study.manifest.folder}"])]
+    return [*text, *lines("", f"runs  {judgement.study.manifest.folder}")]
 
 
 def make_part_table(judgement: Judgement) -> tuple[list[str], list[list[str]]]:

@@ -18,7 +18,7 @@ def print_measures(measures: dict[str, list[Any]], shown: list[tuple[int, int]])
         by_name = [measures[name][layer] for name in names]
         values = [None if heads is None else heads[head] for heads in by_name]
         rows.append([str(layer), str(head), *map(format_number, values)])
-    print_table(["layer", "head", *names], rows, left=0)
+    print_table(["layer", "head", *names], rows, left=0, keys=2)
 
 
 def format_number(value: float | None) -> str:

@@ -60,7 +60,7 @@ def _arm_table(summary: StudySummary) -> Table:
         if failed := [run.left_behind for run in arm.runs if run.left_behind is not None]:
             by = ", ".join(f"{excess:.2g}" for excess in sorted(failed, reverse=True))
             notes.append(f"left behind: {arm.arm}, {len(failed)} of {arm.n} runs (by {by} nats)")
-    return Table("test loss, nats per token", [*head, "every run"], rows, notes, ("every run",))
+    return Table("test loss, nats per token", [*head, "every run"], rows, notes)
 
 
 def _gap_table(gaps: list[GapSummary], floor: NoiseFloor, summary: StudySummary) -> Table:
@@ -76,7 +76,7 @@ def _gap_table(gaps: list[GapSummary], floor: NoiseFloor, summary: StudySummary)
     rows = []
     for gap in gaps:
         cells = [gap.arm, format_percent_more(gap.params_percent), str(gap.n)]
-        cells += [format_known(gap.mean, format_nats), _format_gap_interval(gap)]
+        cells += [format_known(gap.mean, format_nats), format_gap_interval(gap)]
         if has_documents:
             cells.append(format_known(gap.document_error and gap.document_error.se))
         cells += [format_known(gap.perplexity_percent, "{:+.2f} %".format), format_p(gap.p_holm)]
@@ -271,7 +271,7 @@ def _estimate_cells(estimate: Estimate | None) -> list[str]:
     return [format_known(estimate.mean, format_nats), format_interval(estimate.interval)]
 
 
-def _format_gap_interval(gap: GapSummary) -> str:
+def format_gap_interval(gap: GapSummary) -> str:
     """Format the interval of a gap, open on a side where runs diverged."""
     if gap.bounds is None:
         return "–"

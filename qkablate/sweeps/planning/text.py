@@ -5,6 +5,7 @@ from collections.abc import Collection, Mapping
 from typing import Any
 
 from qkablate.config import EngineConfig
+from qkablate.screen import PLAIN, Screen
 from qkablate.sweeps.planning.estimate import RunEstimate, estimate_sweep
 from qkablate.sweeps.planning.manifest import Arm, Manifest
 from qkablate.sweeps.planning.packing import gpus_per_run, memory_gb_per_run
@@ -22,12 +23,14 @@ def format_plan(
     engine: EngineConfig | None = None,
     *,
     is_summary: bool = False,
+    screen: Screen = PLAIN,
 ) -> list[str]:
     """Return the lines of the plan. `done` are the ids of runs that need not be trained.
 
     A summary has no table of arms, and no reasons of those left out.
     """
-    lines = [] if is_summary else _format_arms(manifest, estimates)
+    table = [] if is_summary else _format_arms(manifest, estimates, screen)
+    lines = []
     arms = format_count(len(manifest.arms), "arm")
     baselines = dict.fromkeys(arm.baseline for arm in manifest.arms.values() if arm.baseline)
     if finals := len(manifest.finals):
@@ -67,10 +70,10 @@ def format_plan(
             lines.append("         timed on this machine, one run alone, without queueing")
         if cost.extrapolated:
             lines.append("         ~ larger than what could be timed here: extrapolated by FLOPs")
-    return lines
+    return table + [part for line in lines for part in screen.wrap(line, " " * 9)]
 
 
-def _format_arms(manifest: Manifest, estimates: Estimates | None) -> list[str]:
+def _format_arms(manifest: Manifest, estimates: Estimates | None, screen: Screen) -> list[str]:
     """Return the table of arms, then those left out by reason."""
     head = ["arm", "params", "with embeddings", "mismatch", "MLP", "FLOPs/token", "runs"]
     head += ["a run", "memory"] if estimates is not None else []
@@ -89,12 +92,13 @@ def _format_arms(manifest: Manifest, estimates: Estimates | None) -> list[str]:
             mark = "~" * run.extrapolated
             cells += [f"{mark}{format_duration(run.seconds)}", f"{format_short(run.bytes)}B"]
         rows.append(cells)
-    lines = [*format_table(head, rows), ""]
+    lines = [*format_table(head, rows, screen=screen), ""]
     names = defaultdict(list)
     for left in manifest.left_out:
         names[left.kind, left.reason].append(left.arm)
     for kind, reason in names:
-        lines += [f"left out, {kind}: {reason}", f"  {format_list(names[kind, reason], 6)}"]
+        lines += screen.wrap(f"left out, {kind}: {reason}", "  ")
+        lines += screen.wrap(f"  {format_list(names[kind, reason], 6)}")
     return lines + [""] * bool(names)
 
 

@@ -7,16 +7,19 @@ from contextlib import suppress
 
 from qkablate.errors import sanitize
 from qkablate.redaction import redact
+from qkablate.screen import find_screen
 from qkablate.sweeps.running.state import STATUSES, RunState, SweepState
 from qkablate.table import format_count, format_duration
 
+UNLIMITED = 10_000  # columns or lines
 _BAR = 16
 _MAX_RUNS = 16  # running runs that are shown individually
 _METRICS = {
-    "train/loss": "loss {:.4f}",
-    "val/loss": "val {:.4f}",
-    "perf/tokens_per_second": "{:,.0f} tokens/s",
+    "train/loss": ("loss {:.4f}", 0),
+    "val/loss": ("val {:.4f}", 0),
+    "perf/tokens_per_second": ("{:,.0f} tokens/s", 5),
 }
+Part = tuple[str, int]  # of a line, and its rank: what has the highest is left out first
 
 
 class ProgressTable:
@@ -33,7 +36,8 @@ class ProgressTable:
             size = shutil.get_terminal_size()
             # A table higher than the screen could not be redrawn in place.
             lines = render_table(sweep_state, size.columns, size.lines - 1)
-            self._write(self._erase() + "".join(f"{line}\n" for line in lines))
+            paint = find_screen(sys.stderr).paint_words
+            self._write(self._erase() + "".join(f"{paint(line)}\n" for line in lines))
             self._drawn = len(lines)
             return
         for id, state in sweep_state.states.items():
@@ -63,15 +67,18 @@ class ProgressTable:
             sys.stderr.flush()
 
 
-def render_table(sweep_state: SweepState, width: int = 10_000, height: int = 10_000) -> list[str]:
-    """Return the lines of the table, cut to the terminal's size."""
+def render_table(
+    sweep_state: SweepState, width: int = UNLIMITED, height: int = UNLIMITED
+) -> list[str]:
+    """Return the lines of the table, narrower than `width`: losses and the time left come first."""
     manifest = sweep_state.manifest
-    lines = [f"{manifest.name}-{manifest.id}  {headline(sweep_state)}"]
+    name = (f"{manifest.name}-{manifest.id}  ", 2)
+    lines = [_join([name, *_headline_parts(sweep_state)], width)]
     running = [state for state in sweep_state.states.values() if state.status == "running"]
     longest = max((len(manifest.run_title(state.run)) for state in running), default=0)
     for state in running[:_MAX_RUNS]:
-        progress = _format_progress(state, sweep_state)
-        lines.append(f"  {manifest.run_title(state.run):<{longest}}  {progress}")
+        title = (f"  {manifest.run_title(state.run):<{longest}}", 1)
+        lines.append(_join([title, *_progress_parts(state, sweep_state)], width))
     if len(running) > _MAX_RUNS:
         lines.append(f"  … and {len(running) - _MAX_RUNS} more")
     for state in sweep_state.states.values():
@@ -85,23 +92,37 @@ def render_table(sweep_state: SweepState, width: int = 10_000, height: int = 10_
 
 def headline(sweep_state: SweepState) -> str:
     """Return `32 runs: 12 done · 2 running · 18 waiting   24,000 tokens/s   about 3 min left`."""
+    return _join(_headline_parts(sweep_state))
+
+
+def _headline_parts(sweep_state: SweepState) -> list[Part]:
     counts = sweep_state.status_counts()
     by_status = " · ".join(f"{counts[status]} {status}" for status in STATUSES if counts[status])
-    line = f"{format_count(sweep_state.expected_runs(), 'run')}: {by_status}"
+    parts = [(f"{format_count(sweep_state.expected_runs(), 'run')}: {by_status}", 1)]
     if speed := sweep_state.tokens_per_second():
-        line += f"   {speed:,.0f} tokens/s"
+        parts.append((f"   {speed:,.0f} tokens/s", 3))
     if counts["running"] and (left := sweep_state.seconds_left()):
-        line += f"   about {format_duration(left)} left"
-    return line
+        parts.append((f"   about {format_duration(left)} left", 0))
+    return parts
 
 
-def _format_progress(state: RunState, sweep_state: SweepState) -> str:
+def _progress_parts(state: RunState, sweep_state: SweepState) -> list[Part]:
     steps = int(sweep_state.manifest.arms[state.run.arm].config.train.steps)
     part = min(1.0, state.step / steps)
     bar = "█" * round(part * _BAR)
-    values = {key: (state.metrics or {}).get(key) for key in _METRICS}
-    metrics = [_METRICS[key].format(v) for key, v in values.items() if isinstance(v, float)]
-    return f"{bar:·<{_BAR}} {part:4.0%}  step {state.step}/{steps}  {'  '.join(metrics)}"
+    parts = [(f"  {bar:·<{_BAR}}", 4), (f" {part:4.0%}", 2), (f"  step {state.step}/{steps}", 3)]
+    for key, (form, rank) in _METRICS.items():
+        if isinstance(value := (state.metrics or {}).get(key), float):
+            parts.append((f"  {form.format(value)}", rank))
+    return parts
+
+
+def _join(parts: list[Part], width: int = UNLIMITED) -> str:
+    """Join parts; those of the highest rank are left out until the line fits."""
+    shown = [*parts]
+    while len(shown) > 1 and sum(len(text) for text, _ in shown) >= width:
+        shown.remove(max(shown, key=lambda part: part[1]))
+    return "".join(text for text, _ in shown)
 
 
 def _format_change(state: RunState, sweep_state: SweepState) -> str:

@@ -17,7 +17,14 @@ from qkablate.runs.records import is_number
 from qkablate.runs.text_references import find_text_references
 from qkablate.sweeps.planning.manifest import Manifest
 from qkablate.sweeps.running.state import RunState, SweepState
-from qkablate.table import format_count, format_list, print_csv, print_table
+from qkablate.table import (
+    format_count,
+    format_list,
+    print_csv,
+    print_heading,
+    print_table,
+    print_text,
+)
 from qkablate.tracking.wandb.run import RunIdentity, SweepTables, WandbRun
 
 # The columns of every row.
@@ -154,13 +161,16 @@ def print_arms(sweep_state: SweepState) -> None:
     rates, accuracy = ["lr"] * show_rates, ["accuracy", "chance"] * show_accuracy
     columns = ["arm", "params", *rates, "done", "val", "± sd", "test", "± sd", *accuracy]
     print_table([*columns, "diverged"], rows)
-    print("\nmeans over runs, and the standard deviation between them; params without embeddings")
+    print()
+    print_text(
+        "means over runs, and the standard deviation between them; params without embeddings"
+    )
     done = [(s.run.arm, s.result) for s in sweep_state.states.values() if s.result]
     for references in find_text_references(done):
-        print(sanitize(f"without attention: {references}"))
+        print_text(sanitize(f"without attention: {references}"))
     for kind in dict.fromkeys(left.kind for left in manifest.left_out):
         names = [left.arm for left in manifest.left_out if left.kind == kind]
-        print(f"left out, {kind}: {format_list(names, 6)}")
+        print_text(f"left out, {kind}: {format_list(names, 6)}")
     if manifest.left_out:
         print(f"  why: {manifest.folder / 'plan.txt'}")
 
@@ -188,11 +198,13 @@ def print_failures(sweep_state: SweepState) -> None:
         states = [state for state in sweep_state.states.values() if state.status == status]
         states = [state for state in states if state.reason or status != "waiting"]
         if states:
-            print(f"\n{status}")
+            print()
+            print_heading(status)
         for state in states:
             overrides = manifest.arms[state.run.arm].overrides_of(state.run)
             overrides += [] if manifest.out == "outputs" else [f"out={manifest.out}"]
-            print(sanitize(f"  {state.run.name}: {state.reason or 'its process gave no reason'}"))
+            reason = state.reason or "its process gave no reason"
+            print_text(sanitize(f"  {state.run.name}: {reason}"))
             print(f"    {shlex.join(['qkablate', 'train', *overrides])}")
     for search in sweep_state.lr_searches:
         if search.state in ("stuck", "diverged"):

@@ -120,6 +120,16 @@ def test_unfinished_runs_show_their_reason():
     ]
 
 
+@pytest.mark.parametrize("width", [60, 80])
+def test_losses_and_time_left_stay_on_a_narrow_terminal(width):
+    sweep_state = sweep_state_of("done", "running", "waiting", name="a-name-of-some-length")
+    set_status(states_of(sweep_state)[1], "running", step=25, speed=1e6)
+    head, line = render_table(sweep_state, width)
+    assert head.endswith(" left")
+    assert "loss 2.7183" in line
+    assert "…" not in head + line
+
+
 @pytest.mark.parametrize("width", [20, 40, 79, 80, 81, 200])
 def test_lines_fit_the_terminal(width):
     sweep_state = sweep_state_of(
@@ -204,6 +214,7 @@ def terminal(monkeypatch) -> Iterator[Callable[..., Terminal]]:
         made = Terminal(**more)
         monkeypatch.setenv("COLUMNS", str(made.columns))
         monkeypatch.setenv("LINES", str(made.rows))
+        monkeypatch.setenv("NO_COLOR", "1")
         monkeypatch.setattr(sys, "stderr", made)
         return made
 
