@@ -137,12 +137,20 @@ def _train(composed: Any, rerun: bool, is_multirun: bool, ranks: Ranks) -> tuple
     with suppress(BrokenPipeError):  # as in `| head`: the run is done all the same
         _print_result(outcome.result, outcome.trained, planned.run.folder)
         if not is_multirun:
-            words = list(HydraConfig.get().overrides.task)
+            words = [*_config_words(HydraConfig.get()), *HydraConfig.get().overrides.task]
             print_next(outcome.result, words, planned.run.folder, config.optim.lr)
     if is_multirun and outcome.signal:
         raise SystemExit(128 + outcome.signal)
     status = outcome.result["status"]
     return EXIT_CODES[status], outcome.result["loss"]["val"] if status == "done" else math.inf
+
+
+def _config_words(hydra: Any) -> list[str]:
+    """Return the flags that made Hydra read config files of the user's."""
+    sources = hydra.runtime.config_sources
+    words = [f"--config-dir={x.path}" for x in sources if x.provider == "command-line"]
+    name = hydra.job.config_name
+    return [*words, *([] if name == "train" else [f"--config-name={name}"])]
 
 
 def _print_result(result: dict[str, Any], trained: bool, folder: Path) -> None:

@@ -191,7 +191,7 @@ def print_failures(sweep_state: SweepState) -> None:
         for state in states:
             overrides = manifest.arms[state.run.arm].overrides_of(state.run)
             print(sanitize(f"  {state.run.name}: {state.reason or 'its process gave no reason'}"))
-            print(f"    {shlex.join(['qkablate', 'train', *overrides])}")
+            print(f"    {shlex.join(['qkablate', 'train', *manifest.config_words, *overrides])}")
     for search in sweep_state.lr_searches:
         if search.state in ("stuck", "diverged"):
             reason = "one of its tuning runs failed" if search.state == "stuck" else "it diverges"
