@@ -59,7 +59,9 @@ def main(argv: list[str]) -> int:
     try:
         return _export(folders, args.to, into)
     except OSError as error:  # as of a full disk; what is written so far stays
-        print_stderr(f"qkablate: cannot write in '{sanitize(args.into)}': {error.strerror or error}")
+        print_stderr(
+            f"qkablate: cannot write in '{sanitize(args.into)}': {error.strerror or error}"
+        )
         return 1
 
 

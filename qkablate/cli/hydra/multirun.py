@@ -74,7 +74,7 @@ def read_search() -> list[str]:
         return []
     from omegaconf import OmegaConf
 
-    content = OmegaConf.to_container(OmegaConf.load(file))
+    content: Any = OmegaConf.to_container(OmegaConf.load(file))
     best = content.get("best_params") if isinstance(content, dict) else None
     if not isinstance(best, dict):  # a sweeper with another format, or with several objectives
         return [f"search   {file}"]

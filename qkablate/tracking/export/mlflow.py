@@ -9,7 +9,7 @@ from qkablate.errors import UserError
 from qkablate.tracking.export.run_log import RunLog
 
 if TYPE_CHECKING:
-    from mlflow import MlflowClient
+    pass
 
 EXPERIMENT = "qkablate"
 DATABASE = "mlflow.db"
@@ -33,8 +33,8 @@ class MlflowStore:
         logging.getLogger("alembic").setLevel(logging.WARNING)
         into.mkdir(parents=True, exist_ok=True)
         self.uri = f"sqlite:///{into.absolute() / DATABASE}"
-        self._client: MlflowClient = MlflowClient(tracking_uri=self.uri, registry_uri=self.uri)
         try:
+            self._client: MlflowClient = MlflowClient(tracking_uri=self.uri, registry_uri=self.uri)
             experiment = self._client.get_experiment_by_name(EXPERIMENT)
         except (MlflowException, SQLAlchemyError) as error:
             reason = str(error).splitlines()[0]

@@ -68,6 +68,8 @@ def read_run_log(folder: Path) -> RunLog:
         config = read_config(folder)
     except ValueError as error:
         raise UserError(f"'{folder}' is not a run that can be read: {error}") from None
+    if not isinstance(config.get("id"), str):
+        raise UserError(f"'{folder}' is not a run that can be read: it has no id")
     start = (folder / "config.yaml").stat().st_mtime
     contents = [_read(folder / name) for name in ("config.yaml", "metrics.jsonl", "result.json")]
     lines = contents[1].splitlines()

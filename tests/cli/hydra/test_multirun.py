@@ -1,4 +1,4 @@
-"""What Hydra's sweepers and launchers get from `qkablate train -m`."""
+"""Objectives that `qkablate train -m` returns to Hydra's sweepers."""
 
 import json
 import math
@@ -12,7 +12,7 @@ from hydra.core.plugins import Plugins
 from tests.cli.helpers import assert_refused
 
 # A sweeper that tries two learning rates, as a package that Hydra finds by its name.
-SWEEPER = '''
+SWEEPER = """
 import pathlib
 from dataclasses import dataclass
 
@@ -50,7 +50,7 @@ class TwoRates(Sweeper):
         best = min(losses, key=losses.get)
         content = {"best_params": {"optim.lr": best}, "best_value": losses[best]}
         OmegaConf.save(content, self.folder / "optimization_results.yaml")
-'''
+"""
 
 
 @pytest.fixture
