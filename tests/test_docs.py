@@ -48,6 +48,7 @@ def check_command(words: list[str]) -> None:
     if verb == "train":
         assert {word for word in rest if word.startswith("-")} <= HYDRA_FLAGS
         keys = [w for w in rest if "=" in w and not w.lstrip("+").startswith(("hydra", "-"))]
+        keys = [word for word in keys if "interval(" not in word]  # for sweepers that search
         compose_jobs(keys)
         return
     rest = [word for word in rest if word not in ("--help", "-h")]

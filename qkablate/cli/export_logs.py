@@ -89,13 +89,12 @@ def _export(folders: list[Path], to: str, into: Path) -> int:
     for folder in folders:
         try:
             log = read_run_log(folder)
+            if log.skipped:
+                print_stderr(f"{log.name}: {format_count(log.skipped, 'damaged row')} skipped")
+            written += write(log)
         except UserError as error:
             print_stderr(f"qkablate: {error}")
             unreadable += 1
-            continue
-        if log.skipped:
-            print_stderr(f"{log.name}: {format_count(log.skipped, 'damaged row')} skipped")
-        written += write(log)
     same = len(folders) - written - unreadable
     print(f"{format_count(written, 'run')} written to '{into}'; {same:,} unchanged")
     return 1 if unreadable else 0

@@ -5,7 +5,7 @@ import os
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from qkablate.errors import UserError
+from qkablate.errors import UserError, sanitize
 from qkablate.tracking.export.run_log import RunLog
 
 if TYPE_CHECKING:
@@ -15,6 +15,7 @@ EXPERIMENT = "qkablate"
 DATABASE = "mlflow.db"
 _BATCH = 1000  # metrics per call: MLflow's limit
 _PARAMS = 100
+_LONGEST = 6000  # characters of a parameter
 _STATUS = {"done": "FINISHED", "diverged": "FAILED", "failed": "FAILED"}
 _FILES = ("config.yaml", "environment.json", "metrics.jsonl", "result.json")
 
@@ -37,7 +38,7 @@ class MlflowStore:
             self._client: MlflowClient = MlflowClient(tracking_uri=self.uri, registry_uri=self.uri)
             experiment = self._client.get_experiment_by_name(EXPERIMENT)
         except (MlflowException, SQLAlchemyError) as error:
-            reason = str(error).splitlines()[0]
+            reason = sanitize(str(error).splitlines()[0])
             raise UserError(f"'{into / DATABASE}' cannot be read by MLflow: {reason}") from None
         if experiment is None:
             artifacts = (into.absolute() / "artifacts").as_uri()
@@ -47,6 +48,15 @@ class MlflowStore:
 
     def write(self, log: RunLog) -> bool:
         """Write a run; return False if it is there already. A longer log replaces it."""
+        from mlflow.exceptions import MlflowException
+
+        try:
+            return self._write(log)
+        except MlflowException as error:  # as of a name that MLflow does not allow
+            reason = str(error).splitlines()[0]
+            raise UserError(f"'{log.folder}' is refused by MLflow: {sanitize(reason)}") from None
+
+    def _write(self, log: RunLog) -> bool:
         from mlflow.entities import Metric, Param
 
         mark = f"tags.`qkablate.run` = '{log.config['id']}-{log.attempt}'"
@@ -67,14 +77,15 @@ class MlflowStore:
         if end:
             at = int(end.time * 1000), end.step
             metrics += [Metric(name, value, *at) for name, value in log.final.items()]
-        params = [Param(name, str(value)) for name, value in log.config.items()]
+        params = [Param(name, str(value)[:_LONGEST]) for name, value in log.config.items()]
         for batch in _split(metrics, _BATCH):
             self._client.log_batch(id, metrics=batch)
         for batch in _split(params, _PARAMS):
             self._client.log_batch(id, params=batch)
         for name in _FILES:
-            if (log.folder / name).is_file():
-                self._client.log_artifact(id, str(log.folder / name))
+            file = log.folder / name
+            if file.is_file() and not file.is_symlink():
+                self._client.log_artifact(id, str(file))
         if status := _STATUS.get(log.tags["status"]):
             self._client.set_terminated(id, status, int(end.time * 1000) if end else None)
         # Written last: without it, an interrupted export is repeated.

@@ -62,3 +62,10 @@ def test_damaged_database_is_one_line(tmp_path):
     with pytest.raises(UserError, match=r"mlflow\.db' cannot be read by MLflow") as error:
         MlflowStore(tmp_path)
     assert "\n" not in str(error.value)
+
+
+def test_refused_name_is_one_line(log, tmp_path):
+    row = Row(0, 100.0, {"a\nb": 1.0})
+    with pytest.raises(UserError, match="is refused by MLflow") as error:
+        MlflowStore(tmp_path / "into").write(replace(log, rows=[row]))
+    assert "\n" not in str(error.value)
