@@ -5,7 +5,6 @@ import re
 import shlex
 import subprocess
 import sys
-from importlib import import_module
 from pathlib import Path
 from xml.etree import ElementTree
 
@@ -14,7 +13,7 @@ from diagrams import OV_FACTS, QK_FACTS, draw_variant
 from reference import pages
 
 from qkablate.attention import OV_CIRCUITS, QK_CIRCUITS
-from qkablate.cli import VERBS
+from qkablate.cli import VERBS, load_verb
 from qkablate.cli.arguments import run_and_keys
 from qkablate.compose.configs import compose_jobs, open_hydra
 from qkablate.compose.grid import read_request
@@ -45,10 +44,11 @@ def check_command(words: list[str]) -> None:
     """Check the verb, the flags and the keys of a command; run nothing."""
     verb, *rest = words
     assert verb in VERBS
-    parser = import_module(f"qkablate.cli.{verb}").PARSER
+    parser = load_verb(verb).PARSER
     if verb == "train":
         assert {word for word in rest if word.startswith("-")} <= HYDRA_FLAGS
         keys = [w for w in rest if "=" in w and not w.lstrip("+").startswith(("hydra", "-"))]
+        keys = [word for word in keys if "interval(" not in word]  # for sweepers that search
         compose_jobs(keys)
         return
     rest = [word for word in rest if word not in ("--help", "-h")]
@@ -63,9 +63,9 @@ def check_command(words: list[str]) -> None:
         compose_jobs(keys)
     elif verb == "ls":
         for word in keys:
-            import_module("qkablate.cli.ls").parse_filter(word)
+            load_verb("ls").parse_filter(word)
     elif verb in ("sample", "inspect"):
-        run_and_keys(words, import_module(f"qkablate.cli.{verb}").KEYS, verb)
+        run_and_keys(words, load_verb(verb).KEYS, verb)
     else:
         for name in (key.partition("=")[0] for key in keys):
             known = is_key(name) or is_group(name)

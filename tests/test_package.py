@@ -180,7 +180,7 @@ def test_constraints_pin_every_dependency():
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     extras = project["optional-dependencies"]
     wanted = project["dependencies"] + extras["dev"]
-    wanted += extras["dashboard"] + extras["docs"]
+    wanted += extras["dashboard"] + extras["docs"] + extras["tensorboard"] + extras["mlflow"]
     pinned = dict(
         line.lower().split("==")
         for line in (ROOT / "constraints.txt").read_text().splitlines()

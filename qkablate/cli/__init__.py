@@ -4,6 +4,7 @@ import os
 import sys
 import traceback
 from importlib import import_module
+from types import ModuleType
 
 from qkablate import __version__
 from qkablate.errors import UserError, nearest_hint, print_stderr, reject_secrets
@@ -23,6 +24,7 @@ VERBS = {
     "project": "convert a trained run to another variant and fine-tune it",
     "dashboard": "save the view of a sweep in Weights & Biases",
     "sync": "upload offline logs to Weights & Biases",
+    "export-logs": "write logs for TensorBoard or MLflow",
     "variants": "list the variants",
     "cost": "show parameters, FLOPs and memory of variants at a size",
     "verify": "check the exact identities of variants",
@@ -92,7 +94,7 @@ def dispatch(argv: list[str]) -> int:
     reject_secrets({f"word {number}": word for number, word in enumerate(argv, 1)})
     verb = argv[0] if argv else "--help"
     if verb in ("-h", "--help", "help"):
-        print(HELP.format(verbs="\n".join(f"  {n:<10}{text}" for n, text in VERBS.items())), end="")
+        print(HELP.format(verbs="\n".join(f"  {n:<12}{text}" for n, text in VERBS.items())), end="")
         return 0
     if verb == "--version":
         print(f"qkablate {__version__}")
@@ -102,4 +104,9 @@ def dispatch(argv: list[str]) -> int:
     if verb not in VERBS:
         known = ", ".join((*VERBS, "--help", "--version"))
         raise UserError(f"'{verb}' is not a verb; there is {known}{nearest_hint(verb, VERBS)}")
-    return int(import_module(f"qkablate.cli.{verb}").main(argv[1:]))
+    return int(load_verb(verb).main(argv[1:]))
+
+
+def load_verb(verb: str) -> ModuleType:
+    """Import the module of a verb."""
+    return import_module(f"qkablate.cli.{verb.replace('-', '_')}")

@@ -142,6 +142,13 @@ def one_of(choices: Collection[str]) -> Callable[[str], str]:
     return convert
 
 
+def folder(text: str) -> str:
+    """Return a path if it is a folder."""
+    if not os.path.isdir(text):
+        raise ValueError("a folder")
+    return text
+
+
 def number(is_allowed: Callable[[float], bool], allowed: str) -> Callable[[str], float]:
     """Return a converter to a number within the bounds that the text `allowed` describes."""
 

@@ -9,9 +9,8 @@ import contextlib
 import io
 import os
 from collections.abc import Iterable
-from importlib import import_module
 
-from qkablate.cli import VERBS
+from qkablate.cli import VERBS, load_verb
 from qkablate.cli.names import known_names
 from qkablate.config import conf_dir
 from qkablate.errors import UserError
@@ -40,7 +39,7 @@ def main(argv: list[str]) -> int:
         with contextlib.redirect_stderr(io.StringIO()):  # a half-typed word is not an error
             return _run_hydra(verb, f"query={shell}")
     else:
-        parser = import_module(f"qkablate.cli.{verb}").PARSER
+        parser = load_verb(verb).PARSER
         names = [name for kind in parser.kinds for name in known_names(kind)]
         _print_matches(typed, [*names, *parser.words, *parser.flags], shell)
     return 0

@@ -1,7 +1,7 @@
 """`qkablate sweep`: train a frozen grid of runs, on this machine or on a cluster."""
 
 from qkablate.api.sweep import MANY, plan_sweep
-from qkablate.cli.arguments import Parser, one_of
+from qkablate.cli.arguments import Parser, folder, one_of
 from qkablate.cli.launch import run_and_print, show_plan
 from qkablate.compose.configs import open_hydra
 from qkablate.compose.grid import read_request
@@ -24,7 +24,7 @@ Examples
   qkablate sweep sweep=quick 'sweep.filter=["model.d_model // model.heads >= 32"]'
   qkablate status                                   the progress, from another shell
 
-Sweeps (sweep=…), each a file in conf/sweep
+Sweeps (sweep=…), each a file in conf/sweep, or in DIR/sweep with --config-dir DIR
 {sweeps}
 
 Controls: what is held equal (control=…)
@@ -66,6 +66,7 @@ def _describe_sweeps() -> str:
 
 PARSER = Parser(HELP.replace("{sweeps}", _describe_sweeps()))
 PARSER.switch("--dry-run", "show arms, runs, sizes, time and memory; train nothing")
+PARSER.option("--config-dir", "DIR", "a folder with sweep/, variant/, data/ … of your own", folder)
 PARSER.option("--retry", "failed", "train failed runs again, too", one_of(["failed"]))
 PARSER.switch("--yes", f"confirm a grid of more than {MANY:,} runs")
 PARSER.switch("--json", "with --dry-run: print the plan as JSON")
@@ -76,14 +77,15 @@ def main(argv: list[str]) -> int:
     args = PARSER.parse(argv)
     if args.json and not args.dry_run:
         raise UserError("--json needs --dry-run; `qkablate status --json` shows a sweep")
-    with open_hydra():
+    with open_hydra(args.config_dir):
         request = read_request(args.words)
         if request.count() > MANY and not args.yes:
             raise UserError(
                 f"this grid has {request.count():,} runs, before anything is left out; add --yes to"
                 " confirm"
             )
-        command = ["sweep", *args.words, *["--yes"] * args.yes]
+        own = [] if args.config_dir is None else ["--config-dir", args.config_dir]
+        command = ["sweep", *own, *args.words, *["--yes"] * args.yes]
         manifest, slots = plan_sweep(request, command)
     if args.dry_run:
         return show_plan(manifest, slots, request, as_json=args.json)

@@ -1,5 +1,6 @@
 """`qkablate train`: train one run, or several with -m; a Hydra application."""
 
+import math
 import shlex
 from contextlib import suppress
 from pathlib import Path
@@ -52,15 +53,18 @@ def _main(argv: list[str], ranks: Ranks) -> int:
         )
     rerun, config_flags = "--rerun" in argv, _find_config_flags(argv)
     codes: list[int] = []
-    multirun.CheckEveryJob.runs = []
+    multirun.CheckEveryJob.runs, multirun.CheckEveryJob.folder = [], None
 
-    def task(composed: Any) -> None:
+    def task(composed: Any) -> float:
+        """Train one run, and return what a sweeper minimizes."""
         from hydra.core.hydra_config import HydraConfig
         from hydra.types import RunMode
 
         is_multirun = HydraConfig.get().mode == RunMode.MULTIRUN
+        loss = math.inf
         try:
-            codes.append(_train(composed, rerun, is_multirun, ranks, config_flags))
+            code, loss = _train(composed, rerun, is_multirun, ranks, config_flags)
+            codes.append(code)
         except UserError as error:  # printed here: Hydra would add lines of its own
             if not ranks.is_first:
                 raise
@@ -72,12 +76,15 @@ def _main(argv: list[str], ranks: Ranks) -> int:
         ranks.send_job(codes[-1])
         if codes[-1] != 1:
             ranks.disconnect()
+        return loss
 
     argv = [word for word in argv if word != "--rerun"]
     flags = {word.partition("=")[0] for word in argv}
     if flags & {"--cfg", "-c"} and not flags & _OTHER_CONFIGS:
         _check([word for word in argv if "=" in word and not word.startswith(("-", "hydra"))])
     run_hydra("train", argv, task)
+    if search := multirun.read_search():
+        print("\n" + "\n".join(search))
     if multirun.CheckEveryJob.runs:
         outcomes = multirun.read_outcomes()
         with suppress(BrokenPipeError):
@@ -105,8 +112,11 @@ def _check(words: list[str]) -> None:
 
 def _train(
     composed: Any, rerun: bool, is_multirun: bool, ranks: Ranks, config_flags: list[str]
-) -> int:
-    """Train one run, print its result, and return its exit code."""
+) -> tuple[int, float]:
+    """Train one run, print its result, and return its exit code and its validation loss.
+
+    The loss of a run that has none, as one that diverged or failed, is infinite.
+    """
     from hydra.core.hydra_config import HydraConfig
 
     config = ranks.resolve(load(composed))
@@ -119,11 +129,11 @@ def _train(
     ranks.connect(config.device)
     try:
         if not ranks.is_first:
-            return follow(ranks)
+            return follow(ranks), math.inf
         planned, outcome = train_config(config, rerun=rerun, ranks=ranks)
     except (AlreadyRunning, LeaseLost) as error:
         print_stderr(f"qkablate: {error}")
-        return 1
+        return 1, math.inf
     except Stopped as stopped:
         ranks.disconnect()
         # In a multirun, too: an interrupt must not start the next job.
@@ -133,7 +143,7 @@ def _train(
             raise
         others = f"another of the {ranks.count} processes has ended"
         print_stderr(f"qkablate: {others}; the same command resumes from the last checkpoint")
-        return 1
+        return 1, math.inf
     with suppress(BrokenPipeError):  # as in `| head`: the run is done all the same
         _print_result(outcome.result, outcome.trained, planned.run.folder)
         if not is_multirun:
@@ -141,7 +151,8 @@ def _train(
             print_next(outcome.result, words, planned.run.folder, config.optim.lr)
     if is_multirun and outcome.signal:
         raise SystemExit(128 + outcome.signal)
-    return EXIT_CODES[outcome.result["status"]]
+    status = outcome.result["status"]
+    return EXIT_CODES[status], outcome.result["loss"]["val"] if status == "done" else math.inf
 
 
 def _print_result(result: dict[str, Any], trained: bool, folder: Path) -> None:

@@ -2,6 +2,7 @@
 
 import copy
 import functools
+import os
 from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -24,6 +25,7 @@ from qkablate.config import (
 from qkablate.errors import UserError, print_stderr
 
 T = TypeVar("T")
+_USER = "command-line"  # Hydra's name of the folder that --config-dir gives
 
 
 def make_config(words: Mapping[str, str], name: str = "train") -> Config:
@@ -63,8 +65,8 @@ def _compose_groups(name: str, groups: Mapping[str, str]) -> Any:
     The files of conf/train.yaml's groups are sections of it: Hydra composes it once, in a tenth of
     a second, and each choice replaces its section.
     """
-    folders = [x.path.removeprefix("file://") for x in _search_path() if x.provider == "main"]
-    is_ours = name == "train" and folders == [str(conf_dir())]
+    folders = [x.path for x in _search_path() if x.provider in ("main", _USER)]
+    is_ours = name == "train" and folders == [f"file://{conf_dir()}"]
     sections = {key: _load_section(key, value) for key, value in groups.items()}
     if not is_ours or any(section is None for section in sections.values()):
         return copy.deepcopy(compose(name, Config, [f"{k}={value}" for k, value in groups.items()]))
@@ -113,12 +115,22 @@ def _compose(name: str, schema: type[Any], words: tuple[str, ...], folders: tupl
 
 
 @contextmanager
-def open_hydra() -> Iterator[None]:
-    """Initialize Hydra once for many configs."""
+def open_hydra(config_dir: str | None = None) -> Iterator[None]:
+    """Initialize Hydra once for many configs, also with a folder of the user's config files.
+
+    As with Hydra's own --config-dir, the user's files come first.
+    """
     import hydra
+    from hydra._internal.hydra import Hydra
+    from hydra.core.global_hydra import GlobalHydra
 
     register()
     with hydra.initialize_config_dir(str(conf_dir()), version_base="1.3"):
+        if config_dir is not None:
+            path = GlobalHydra.instance().config_loader().get_search_path()
+            path.prepend(_USER, f"file://{os.path.abspath(config_dir)}")
+            GlobalHydra.instance().clear()
+            Hydra.create_main_hydra2("qkablate", path)
         yield
 
 

@@ -229,7 +229,8 @@ def explain(error: BaseException, known: Collection[str] = ()) -> str:
     lines = str(getattr(error, "msg", None) or error).split("\n")
     # OmegaConf adds lines about its own types.
     text = " ".join(x.strip() for x in lines if not re.match(r"\s*\w+(_key: |_type=)", x)).strip()
-    if key and key not in known and not any(k.startswith(f"{key}.") for k in known):
+    is_known = key.startswith("hydra.") or any(f"{k}.".startswith(f"{key}.") for k in known)
+    if key and not is_known:
         return no_such_key(key, known)
     types = r"[Vv]alue '(.*)' of type '.*' (?:could not be converted to|.* type hint) '?([^']+)'?"
     match = re.match(types, text) or re.match(r"[Vv]alue '(.*)' is not a valid (bool)", text)

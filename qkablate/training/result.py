@@ -161,7 +161,7 @@ def make_wandb_identity(plan: RunPlan) -> RunIdentity:
         name=run.label,
         group=config.tracking.group or arm,
         job_type=config.tracking.job_type or arm,
-        tags=(config.variant.name, *config.tracking.tags),
+        tags=(config.variant.name, f"data={config.data.source}", *config.tracking.tags),
     )
 
 

@@ -31,8 +31,8 @@ def test_unknown_verb(qkablate):
     assert done.code == 2
     assert done.err == (
         "qkablate: 'trian' is not a verb; there is train, sweep, ls, status, results, report,"
-        " compare, claim, data, sample, inspect, project, dashboard, sync, variants, cost, verify,"
-        " --help, --version"
+        " compare, claim, data, sample, inspect, project, dashboard, sync, export-logs, variants,"
+        " cost, verify, --help, --version"
         " (nearest: train)\n"
     )
 

@@ -9,9 +9,11 @@ import time
 
 import pytest
 
+from qkablate.analysis.study.study import read_study
 from qkablate.config import conf_dir
 from qkablate.sweeps.planning.estimate import Timing
-from tests.cli.helpers import assert_refused, complete, processes_of
+from qkablate.sweeps.planning.manifest import read_manifest
+from tests.cli.helpers import assert_refused, complete, processes_of, proposed_commands
 
 
 @pytest.fixture
@@ -79,7 +81,7 @@ BARE = [
     (["workers=2"], "the grid is empty"),
     (["--nope"], "'--nope' is not one of "),
     (["--dryrun"], "(nearest: --dry-run)"),
-    (["--resume"], "'--resume' is not one of --dry-run, --help, --json, --retry, --yes, -h\n"),
+    (["--resume"], "'--resume' is not one of --config-dir, --dry-run, --help, --json, --retry, "),
     (["--dry-run=1"], "--dry-run takes no value"),
     (["-m", "variant=standard,no_q"], "`qkablate sweep` is a grid already"),
     (
@@ -293,3 +295,53 @@ def test_killed_dry_run_leaves_no_process(spawn, small):
         time.sleep(0.05)
     planning.kill()
     planning.communicate(timeout=30)  # ends when nobody holds its output any longer
+
+
+@pytest.fixture
+def own_configs(tmp_path, text):
+    """Return a folder with a sweep, a variant and data of the user's."""
+    files = {
+        "sweep/mine": "# Mine.\nname: mine\naxes: {variant: 'standard,keyless', seed: '0,1'}\n"
+        "fixed: {data: book}\n",
+        "variant/keyless": "name: keyless\nqk: no_k\nov: separate\n",
+        "data/book": f"source: text\npath: {text}\ntokenizer: bytes\n",
+    }
+    for name, content in files.items():
+        path = tmp_path / "my" / f"{name}.yaml"
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(content, encoding="utf-8")
+    return tmp_path / "my"
+
+
+def without_data(tiny):
+    return [word for word in tiny if word != "data=text" and not word.startswith("data.path")]
+
+
+@pytest.mark.slow
+def test_sweep_of_an_own_folder_trains(qkablate, tiny, own_configs, tmp_path):
+    words = ["sweep", "--config-dir", str(own_configs), "sweep=mine", "workers=1", "seed=0"]
+    done = qkablate(*words, *without_data(tiny), "train.steps=2")
+    assert done.code == 0, done.err
+    runs = sorted(path.name.split("-")[0] for path in (tmp_path / "outputs/runs").iterdir())
+    assert runs == ["keyless", "standard", "uniform"]
+    (folder,) = (tmp_path / "outputs/sweeps").iterdir()
+    manifest = read_manifest(folder)
+    assert manifest.command[:4] == ["qkablate", *words[:3]]
+    assert read_study(folder).overrides_of(manifest.runs[0])[:2] == words[1:3]
+
+
+def test_missing_config_folder_is_rejected(qkablate):
+    done = qkablate("sweep", "--config-dir", "nowhere", "sweep=quick")
+    assert_refused(done, "--config-dir: 'nowhere' is not a folder")
+
+
+def test_misspelt_sweep_names_those_of_the_own_folder(qkablate, own_configs):
+    done = qkablate("sweep", "--config-dir", str(own_configs), "sweep=mime")
+    assert_refused(done, "sweep: 'mime' is not one of", "(nearest: mine)")
+
+
+def test_train_proposes_the_own_folder_again(qkablate, tiny, own_configs):
+    words = ["train", "--config-dir", str(own_configs), "variant=keyless", "data=book"]
+    done = qkablate(*words, *without_data(tiny), "train.steps=2")
+    assert done.code == 0, done.err
+    assert f"--config-dir={own_configs}" in proposed_commands(done)[0]

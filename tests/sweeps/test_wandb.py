@@ -66,7 +66,7 @@ def test_offline_sweep_records_runs_tables_and_report(words, tmp_path, home, qka
         arm = manifest["arms"][run["arm"]]
         assert (log.id, log.name) == (f"{id}-1", run["label"])
         assert (log.group, log.job_type) == (folder.name, run["arm"])
-        tags = {arm["variant"], "mine", "d_model=16", "heads=2"}
+        tags = {arm["variant"], "data=text", "mine", "d_model=16", "heads=2"}
         assert set(log.tags) == tags | {f"control={name}" for name in arm["controls"]}
         assert log.exit_code == 0
         assert {row["step"] for row in log.rows} >= {2, 4, 6, 8, 10, 12}

@@ -237,7 +237,8 @@ class Study:
 
     def overrides_of(self, run: SweepRun) -> list[str]:
         """Return the arguments that repeat the run with `qkablate train`."""
-        return self.arms[run.arm].overrides_of(run)
+        own = self.manifest.config_words if self.manifest else []
+        return [*own, *self.arms[run.arm].overrides_of(run)]
 
     def baseline_of(self, entry: Entry) -> Entry | None:
         """Return the entry of the arm's baseline, at the same rate if it has several."""

@@ -108,7 +108,7 @@ def _sort_flags(argv: list[str]) -> list[str]:
 
 
 def _raised_by_hydra(error: Exception) -> bool:
-    """Return whether Hydra or OmegaConf raised the error: they see only what the user wrote."""
+    """Return whether Hydra, a plugin of it or OmegaConf raised the error: a mistake of the user."""
     frames = [frame for frame, _ in traceback.walk_tb(error.__traceback__)]
     package = str(frames[-1].f_globals.get("__name__", "")).partition(".")[0]
-    return package in ("hydra", "omegaconf", "antlr4", "yaml")
+    return package in ("hydra", "hydra_plugins", "omegaconf", "antlr4", "yaml", "optuna")

@@ -1,6 +1,9 @@
 """Multirun: every job is checked before the first one starts, and read from disk at the end."""
 
+import math
+import shlex
 import traceback
+from pathlib import Path
 from typing import Any, ClassVar
 
 from hydra.experimental.callback import Callback
@@ -16,6 +19,7 @@ class CheckEveryJob(Callback):
 
     jobs: ClassVar[list[list[str]]] = []  # the overrides of each
     runs: ClassVar[list[Run]] = []  # of each, in the same order
+    folder: ClassVar[Path | None] = None  # of a sweeper that chooses its jobs as it goes
 
     def on_multirun_start(self, config: Any, **kwargs: Any) -> None:
         from qkablate.training.resolve import plan_run
@@ -27,6 +31,7 @@ class CheckEveryJob(Callback):
             jobs = _expand(config)
             CheckEveryJob.runs = for_each_job(jobs, plan)
             CheckEveryJob.jobs = jobs
+            CheckEveryJob.folder = None if jobs else Path(config.hydra.sweep.dir)
         except UserError as error:
             # Hydra turns an Exception of a callback into a warning, and would go on.
             print_stderr(f"qkablate: {error}")
@@ -59,3 +64,21 @@ def read_outcomes() -> list[dict[str, Any]]:
         ]
         outcomes.append({**result, "folder": run.folder, "varied": " ".join(varied)})
     return outcomes
+
+
+def read_search() -> list[str]:
+    """Return lines on what a sweeper has chosen, if one did: it writes a file at its end."""
+    folder = CheckEveryJob.folder
+    file = folder and folder / "optimization_results.yaml"
+    if not file or not file.is_file():
+        return []
+    from omegaconf import OmegaConf
+
+    content: Any = OmegaConf.to_container(OmegaConf.load(file))
+    best = content.get("best_params") if isinstance(content, dict) else None
+    if not isinstance(best, dict):  # a sweeper with another format, or with several objectives
+        return [f"search   {file}"]
+    if not math.isfinite(content["best_value"]):
+        return [f"search   no run has a validation loss: {file}"]
+    words = shlex.join(f"{key}={value}" for key, value in best.items())
+    return [f"best     val {content['best_value']:.4f} at {words}", f"search   {file}"]

@@ -228,6 +228,12 @@ class Manifest:
             ),
         )
 
+    @property
+    def config_words(self) -> list[str]:
+        """Return the words that name the user's folder of config files, if the sweep has one."""
+        words = self.command[2:4]  # qkablate sweep --config-dir DIR …
+        return words if words[:1] == ["--config-dir"] else []
+
     def write(self) -> None:
         """Write the manifest with its checksum."""
         make_folder(self.folder)

@@ -205,7 +205,7 @@ def print_failures(sweep_state: SweepState) -> None:
             overrides += [] if manifest.out == "outputs" else [f"out={manifest.out}"]
             reason = state.reason or "its process gave no reason"
             print_text(sanitize(f"  {state.run.name}: {reason}"))
-            print(f"    {shlex.join(['qkablate', 'train', *overrides])}")
+            print(f"    {shlex.join(['qkablate', 'train', *manifest.config_words, *overrides])}")
     for search in sweep_state.lr_searches:
         if search.state in ("stuck", "diverged"):
             reason = "one of its tuning runs failed" if search.state == "stuck" else "it diverges"

@@ -195,12 +195,12 @@ class WandbRun:
             settings=settings,
             **vars(self._identity),
         )
-        # W&B itself knows the best values of this session only.
-        run.define_metric("*", step_metric="step")
+        # Losses first. W&B itself knows the best values of this session only.
+        for name in ("val/loss", "train/loss", *BEST):
+            run.define_metric(name, step_metric="step", summary="none" if name in BEST else None)
         for name in POSITIONS:
             run.define_metric(name, hidden=True)
-        for name in BEST:
-            run.define_metric(name, step_metric="step", summary="none")
+        run.define_metric("*", step_metric="step")
         self._file = Path(run.settings.sync_file)
         self.address = run.url and redact(run.url) if mode == "online" else OFFLINE
         return run

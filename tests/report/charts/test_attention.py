@@ -7,9 +7,9 @@ from xml.etree import ElementTree
 import numpy as np
 import pytest
 import vl_convert
-from qkablate.cli.hydra.configs import make_config, open_hydra
 
 from qkablate.analysis.study.attention_maps import decode_tokens
+from qkablate.compose.configs import make_config, open_hydra
 from qkablate.report.charts import make_charts
 from qkablate.report.charts.attention import make_attention_chart
 from qkablate.report.page import render_page

@@ -69,6 +69,8 @@ class FakeServer:
         self.runs: dict[str, ReceivedRun] = {}
         self.artifacts: list[Artifact] = []
         self.keys: set[str] = set()
+        self.sweep_config = ""  # of a W&B sweep, as YAML
+        self.commands: list[dict[str, Any]] = []  # to its agent, one by one
         self._http = _Http(("127.0.0.1", 0), _Handler)
         self._http.fake = self
         self.url = f"http://127.0.0.1:{self._http.server_address[1]}"
@@ -126,6 +128,20 @@ class FakeServer:
             place = f"{self.url}/put/run/{variables['run']}"
             files = [{"name": f, "uploadUrl": f"{place}/{quote(f)}"} for f in variables["files"]]
             return {"createRunFiles": {"runID": "1", "uploadHeaders": [], "files": files}}
+        if operation == "SweepWithRuns":
+            sweep = {"id": "1", "name": variables["sweep"], "config": self.sweep_config}
+            return {"project": {"sweep": {**sweep, "runs": {"edges": []}}}}
+        if operation == "UpsertSweep":
+            self.sweep_config = variables["config"]
+            project = {"id": "1", "name": "qkablate", "entity": {"id": "1", "name": "somebody"}}
+            sweep = {"id": "1", "name": "abcdefgh", "state": "RUNNING", "project": project}
+            return {"upsertSweep": {"sweep": sweep, "configValidationWarnings": []}}
+        if operation == "CreateAgent":
+            return {"createAgent": {"agent": {"id": "1"}}}
+        if operation == "Heartbeat":
+            is_busy = "true" in variables["runState"]
+            commands = [] if is_busy or not self.commands else [self.commands.pop(0)]
+            return {"agentHeartbeat": {"agent": {"id": "1"}, "commands": json.dumps(commands)}}
         if "Artifact" in operation:
             return self._artifact(operation, variables)
         return {}

@@ -227,7 +227,7 @@ def test_an_offline_run_records_everything_and_can_be_uploaded(overrides, runs, 
     assert recorded.name == result["label"] == "standard-d16-h2-s0"
     assert (recorded.project, recorded.entity) == ("ours", "us")
     assert (recorded.group, recorded.job_type) == ("night", "standard-d16-h2")
-    assert sorted(recorded.tags) == ["a", "b", "standard"]
+    assert sorted(recorded.tags) == ["a", "b", "data=text", "standard"]
     assert recorded.config["model"]["d_model"] == 16
     assert recorded.config["run_id"] == result["id"]
     assert recorded.exit_code == 0
@@ -364,7 +364,7 @@ def test_online_runs_of_one_process_are_separate(overrides, runs, home, tmp_path
         assert received.name == result["label"]
         assert received.group == received.job_type == "standard-d16-h2"
         assert received.project == "ours"
-        assert received.tags == ["standard"]
+        assert received.tags == ["standard", "data=text"]
         assert received.config["seed"] == result["seed"]
         assert received.system
         left = server.artifacts_of(f"{result['id']}-1")

@@ -1,0 +1,1 @@
+"""Runs as other tools read them, written by these tools' own libraries."""
