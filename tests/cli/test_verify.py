@@ -104,7 +104,7 @@ def test_table(qkablate):
     done = qkablate("verify", "variant=standard,uniform", *SMALL)
     assert done.code == 0
     head = done.out.splitlines()[0].split()
-    assert head == ["variant", "check", "residual", "fp32", "verdict", "identity"]
+    assert head == ["variant", "check", "verdict", "residual", "fp32", "identity"]
     assert "checks of 2 variants: 0 violated" in done.out
 
 

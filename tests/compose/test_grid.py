@@ -371,7 +371,7 @@ MISTAKES = [
     (["quick"], "'quick' is not key=value, as in variant=merged_w"),
     (["=3"], "'=3' is not key=value"),
     (["seed=[1"], "'seed=[1' cannot be read"),
-    (["--variant=no_q"], "'--variant' is not one of "),
+    (["--variant=no_q"], "a key is written without dashes: variant=VALUE"),
     (["--dry"], "(nearest: --dry-run)"),
     (["--retry", "all"], "--retry: 'all' is not one of failed"),
     (["seed=range(20000)"], "20,000 runs, before anything is left out; add --yes"),
