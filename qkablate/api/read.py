@@ -8,7 +8,7 @@ from qkablate.analysis.comparison.summary import GapSummary, describe_study
 from qkablate.analysis.study.loss_curves import read_rows
 from qkablate.analysis.study.standalone_runs import read_standalone_runs
 from qkablate.analysis.study.study import Record, Study, read_study
-from qkablate.errors import UserError, print_stderr
+from qkablate.errors import UserError, nearest_hint, print_stderr
 from qkablate.runs.records import is_number
 from qkablate.sweeps.planning.manifest import MANIFEST_FILE
 
@@ -54,7 +54,7 @@ def load_runs(folders: Folders = "outputs") -> list[Record]:
 
 
 def load_curves(
-    runs: Study | Iterable[Record], metrics: Collection[str] | None = None
+    runs: Study | Record | Iterable[Record], metrics: Collection[str] | None = None
 ) -> "pyarrow.Table":
     """Return every logged value of some runs as a long table: a row per run, step and metric.
 
@@ -66,14 +66,17 @@ def load_curves(
     import pyarrow
 
     columns: dict[str, list[Any]] = {name: [] for name in CURVE_COLUMNS}
-    for record in runs.records if isinstance(runs, Study) else runs:
+    logged: set[str] = set()
+    for record in _read_records(runs):
         readings = [
             (row.get("step"), row.get("tokens"), name, float(value))
             for row in read_rows(record.folder)
             for name, value in row.items()
             if name not in _POSITION and (is_number(value) or value in _NOT_FINITE)
-            if metrics is None or name in metrics
         ]
+        logged.update(name for *_, name, _ in readings)
+        if metrics is not None:
+            readings = [reading for reading in readings if reading[2] in metrics]
         config, changes = record.config, record.run.changes
         fixed = {
             "run": record.run.id,
@@ -88,11 +91,13 @@ def load_curves(
             ("step", "tokens", "metric", "value"), zip(*readings, strict=True), strict=False
         ):
             columns[name] += values
+    for name in sorted({*(metrics or ())} - logged) if logged else ():
+        raise UserError(f"metrics: no run has logged '{name}'{nearest_hint(name, sorted(logged))}")
     schema = pyarrow.schema([*CURVE_COLUMNS.items()])
     return pyarrow.table(columns, schema)
 
 
-def gaps(runs: Study | Iterable[Record], margin: float | None = None) -> list[GapSummary]:
+def gaps(runs: Study | Record | Iterable[Record], margin: float | None = None) -> list[GapSummary]:
     """Return the gap of every arm to its baseline, as `qkablate results` shows it.
 
     Each has n, mean, interval, decision and verdict. Runs without their sweep are paired with
@@ -101,5 +106,17 @@ def gaps(runs: Study | Iterable[Record], margin: float | None = None) -> list[Ga
     >>> [(gap.arm, gap.mean, gap.interval, gap.verdict) for gap in gaps(load_sweep("quick"))]
     """
     if not isinstance(runs, Study):
-        runs = read_standalone_runs(record.folder for record in runs)
+        runs = read_standalone_runs(record.folder for record in _read_records(runs))
     return describe_study(runs, margin=margin).gaps
+
+
+def _read_records(runs: Study | Record | Iterable[Record]) -> Iterable[Record]:
+    """Return the records of a study, or the given ones; UserError for anything else."""
+    if isinstance(runs, Study):
+        return runs.records
+    if isinstance(runs, Record):
+        return [runs]
+    records = [] if isinstance(runs, str) else [*runs]
+    if isinstance(runs, str) or not all(isinstance(record, Record) for record in records):
+        raise UserError(f"runs: {runs!r} are no runs; load_runs and load_sweep read them from disk")
+    return records

@@ -73,6 +73,22 @@ def test_metrics_can_be_chosen(two):
     assert api.load_curves([], ["val/loss"]).column_names == COLUMNS
 
 
+def test_unknown_metric_is_rejected(two):
+    with pytest.raises(api.UserError, match=r"no run has logged 'val/los' \(nearest: val/loss\)"):
+        api.load_curves(two, ["val/loss", "val/los"])
+
+
+@pytest.mark.parametrize("read", [api.load_curves, api.gaps])
+@pytest.mark.parametrize("runs", ["lookup", ["lookup"]])
+def test_names_in_place_of_runs_are_rejected(read, runs):
+    with pytest.raises(api.UserError, match="load_runs and load_sweep read them from disk"):
+        read(runs)
+
+
+def test_one_run_is_enough_for_curves(two):
+    assert set(api.load_curves(two[0])["run"].to_pylist()) == {two[0].run.id}
+
+
 def test_gaps_of_single_runs_are_paired_with_standard(two):
     (gap,) = api.gaps(two)
     assert gap.arm.startswith("no_q-")
