@@ -67,12 +67,14 @@ def load_curves(
 
     columns: dict[str, list[Any]] = {name: [] for name in CURVE_COLUMNS}
     logged: set[str] = set()
+    metrics = [metrics] if isinstance(metrics, str) else metrics
     for record in _read_records(runs):
         readings = [
             (row.get("step"), row.get("tokens"), name, float(value))
             for row in read_rows(record.folder)
+            if is_number(row.get("step")) and is_number(row.get("tokens"))
             for name, value in row.items()
-            if name not in _POSITION and (is_number(value) or value in _NOT_FINITE)
+            if name not in _POSITION and (is_number(value) or str(value) in _NOT_FINITE)
         ]
         logged.update(name for *_, name, _ in readings)
         if metrics is not None:
@@ -105,6 +107,8 @@ def gaps(runs: Study | Record | Iterable[Record], margin: float | None = None) -
 
     >>> [(gap.arm, gap.mean, gap.interval, gap.verdict) for gap in gaps(load_sweep("quick"))]
     """
+    if margin is not None and not (is_number(margin) and margin > 0):
+        raise UserError(f"margin: {margin} is not a positive number of nats")
     if not isinstance(runs, Study):
         runs = read_standalone_runs(record.folder for record in _read_records(runs))
     return describe_study(runs, margin=margin).gaps

@@ -55,6 +55,7 @@ def main(argv: list[str]) -> int:
     if into.exists() and not into.is_dir():
         raise UserError(f"--into: '{sanitize(args.into)}' is not a folder")
     folders = _find_runs(words, out)
+    _check_target(into, folders, Path(out).expanduser())
     require_extra(args.to, *MODULES[args.to])
     try:
         return _export(folders, args.to, into)
@@ -63,6 +64,18 @@ def main(argv: list[str]) -> int:
             f"qkablate: cannot write in '{sanitize(args.into)}': {error.strerror or error}"
         )
         return 1
+
+
+def _check_target(into: Path, folders: list[Path], out: Path) -> None:
+    """Raise UserError for a target among the runs or sweeps: what a run has written stays as is."""
+    target = into.resolve()
+    taken = {out / "runs", out / "sweeps", *folders, *(folder.parent for folder in folders)}
+    for folder in (path.resolve() for path in taken):
+        if target == folder or folder in target.parents:
+            raise UserError(
+                f"--into: '{sanitize(str(into))}' is in the folder of runs"
+                f" '{sanitize(str(folder))}'; give another folder"
+            )
 
 
 def _find_runs(words: list[str], out: str) -> list[Path]:

@@ -22,6 +22,7 @@ from qkablate.runs.listing import (
     shorten_names,
     summarize_run,
 )
+from qkablate.runs.records import is_number
 from qkablate.table import format_count, format_list, print_json, print_next_commands, print_table
 
 _LIMIT = 20  # rows by default
@@ -145,7 +146,9 @@ def _sort_key(run: RunSummary, sort: str) -> tuple[Any, ...]:
         value: Any = run.val if run.test is None else run.test
     else:
         value = run.status if sort == "status" else run.get(_KEYS[sort])
-    # Unknown values last; numbers before text, as a damaged file may hold either.
+    # Unknown values last; numbers before text, as a damaged file may hold either, or a list.
+    if value is not None and not is_number(value):
+        value = str(value)
     return (value is None, isinstance(value, str), value or 0, -run.written)
 
 

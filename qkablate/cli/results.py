@@ -134,15 +134,17 @@ def main(argv: list[str]) -> int:
             print()
             for sentence in summarize(section):
                 print_text(sentence, "", has_words=True)
-            command = ["results", *named]
+            margin = [] if args.margin is None else ["--margin", f"{args.margin:g}"]
+            times_file = ["--times", args.times] if args.times else []
+            command = ["results", *named, *margin, *times_file]
             more = [*study.resume_commands]
             if summary.tuning is not None and study.is_complete:
                 more.append([*summary.tuning.command, *study.cli_arguments[1:], "--dry-run"])
             more += [[*command, "--margin", "0.01"]] if args.margin is None else []
             more += [] if show_all else [[*command, "--all"]]
-            print_next_commands(*more, ["report", *named], [*command, "--json"])
+            print_next_commands(*more, ["report", *named, *margin], [*command, "--json"])
         sys.stdout.flush()
-    return 0 if study.is_complete else 1
+    return 0 if study.is_complete and (study.entries or not study.unread) else 1
 
 
 def print_tables(tables: "list[Table]") -> None:

@@ -78,6 +78,16 @@ def test_unknown_metric_is_rejected(two):
         api.load_curves(two, ["val/loss", "val/los"])
 
 
+def test_metric_can_be_one_name(two):
+    assert set(api.load_curves(two, "val/loss")["metric"].to_pylist()) == {"val/loss"}
+
+
+@pytest.mark.parametrize("margin", [0, -1, float("nan")])
+def test_margin_is_positive(two, margin):
+    with pytest.raises(api.UserError, match="is not a positive number of nats"):
+        api.gaps(two, margin)
+
+
 @pytest.mark.parametrize("read", [api.load_curves, api.gaps])
 @pytest.mark.parametrize("runs", ["lookup", ["lookup"]])
 def test_names_in_place_of_runs_are_rejected(read, runs):

@@ -64,6 +64,13 @@ def test_mistake_is_one_line(qkablate, text, words, line):
     assert_refused(qkablate("export-logs", *words), line)
 
 
+@pytest.mark.parametrize("into", ["outputs/runs", "outputs/sweeps/new", "outputs/runs/RUN/logs"])
+def test_folders_of_runs_are_no_target(qkablate, outputs, tensorboard, into):
+    run = next((outputs / "runs").iterdir()).name
+    done = qkablate("export-logs", "--to", "tensorboard", "--into", into.replace("RUN", run))
+    assert_refused(done, "is in the folder of runs")
+
+
 @pytest.mark.parametrize("tool", ["tensorboard", "mlflow"])
 def test_missing_extra_is_one_line(qkablate, outputs, monkeypatch, tool):
     monkeypatch.setitem(sys.modules, tool, None)

@@ -106,6 +106,14 @@ def test_empty_folder_names_the_first_command(qkablate):
     assert listed(qkablate) == [[], []]
 
 
+def test_damaged_rates_are_sorted_last(qkablate, outputs):
+    config = next((outputs / "runs").glob("no_q*")) / "config.yaml"
+    text = config.read_text(encoding="utf-8")
+    config.write_text(text.replace("  lr: 0.001\n", "  lr: [1, 2]\n"), encoding="utf-8")
+    assert config.read_text(encoding="utf-8") != text
+    assert listed(qkablate, "--sort", "lr")[0][-1].startswith("no_q")
+
+
 def test_damaged_files_are_listed_as_damaged(qkablate, outputs):
     run = next((outputs / "runs").glob("no_q*"))
     (run / "config.yaml").write_text("{", encoding="utf-8")

@@ -3,13 +3,10 @@
 import logging
 import os
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from qkablate.errors import UserError, sanitize
 from qkablate.tracking.export.run_log import RunLog
-
-if TYPE_CHECKING:
-    pass
 
 EXPERIMENT = "qkablate"
 DATABASE = "mlflow.db"

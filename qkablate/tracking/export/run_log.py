@@ -103,7 +103,7 @@ def _read_row(line: bytes, start: float) -> Row | None:
         metrics = {name: x for name, x in flatten_row(row).items() if is_number(x)}
     except (ValueError, KeyError, AttributeError, TypeError):
         return None
-    if type(step) is not int or not is_number(seconds):
+    if type(step) is not int or abs(step) >= 2**63 or not is_number(seconds):
         return None
     return Row(step, start + seconds, {k: x for k, x in metrics.items() if k not in _AXES})
 
