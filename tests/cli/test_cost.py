@@ -80,7 +80,7 @@ def test_rows_name_the_keys_that_vary(qkablate):
     ("words", "following"),
     [
         ([], ["verify variant=collaborative", "train variant=collaborative"]),
-        (["--at", "gpt-j", "variant=mqa"], ["train model=gpt-j variant=mqa", ""]),
+        (["--at", "gpt-j", "variant=mqa"], ["train variant=mqa", ""]),
         (["variant=standard,no_q"], ["verify variant=no_q", "train variant=no_q"]),
         (
             ["variant.qk=merged", "variant.ov=no_o", "model.d_model=64,128"],

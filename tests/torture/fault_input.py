@@ -559,7 +559,8 @@ class _Command:
                 mock.patch(
                     "qkablate.training.session.train_run", side_effect=Stopped(signal.SIGTERM)
                 ),
-                mock.patch("qkablate.cli.launch.run_sweep", return_value=_STARTED_CODE),
+                mock.patch("qkablate.cli.sweep.run_and_print", return_value=_STARTED_CODE),
+                mock.patch("qkablate.cli.launch.run_and_print", return_value=_STARTED_CODE),
                 mock.patch("qkablate.cli.launch.show_plan", return_value=0),
             ):
                 result = check_command(*words, codes=(0, 2, _STARTED_CODE))

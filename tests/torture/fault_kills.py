@@ -61,7 +61,7 @@ def _moments() -> dict[str, tuple[int, list[tuple[Any, str]]]]:
                     (corpus, "load_corpus"),
                     (document_store.DocumentStore, "fill"),
                 ),
-                *((preparing, "_divide"), (preparing._Writer, "write"), (corpus, "_digest")),
+                *((preparing, "_divide"), (preparing._Writer, "write"), (corpus, "_verify_sha256")),
             ],
         ),
         "lease": (4, [(lease, "_create"), (lease, "_remove_old"), (lease.Lease, "release")]),

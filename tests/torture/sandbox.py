@@ -18,7 +18,7 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any
 
-from qkablate.cli import VERBS, main
+from qkablate.cli import VERBS, load_verb, main
 
 WRITE_FLAGS = os.O_WRONLY | os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_APPEND
 # Programs that a run starts to describe its environment.
@@ -65,7 +65,7 @@ class CommandResult:
 def import_everything() -> None:
     """Import what the commands need, so that a child starts fast."""
     for verb in VERBS:
-        import_module(f"qkablate.cli.{verb}")
+        load_verb(verb)
     for name in (
         "training.session",
         "training.warm_start.restore",
