@@ -1,7 +1,6 @@
 """`qkablate train`: train one run, or several with -m; a Hydra application."""
 
 import math
-import shlex
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -186,31 +185,33 @@ def _print_result(result: dict[str, Any], trained: bool, folder: Path) -> None:
 
 def print_next(result: dict[str, Any], overrides: list[str], folder: Path, lr: float) -> None:
     """Print the commands that a user may want to type next."""
-    lines = []
+    commands: list[list[str]] = []
     if result["status"] == "done":
         ignored = ("variant=", *keys_with(Role.VARIANT), "seed=", "~", "hydra")
         words = [word for word in overrides if not word.startswith(ignored)]
         other = "standard" if result["variant"] != "standard" else "merged_w"
         pair = f"variant={other},{result['variant']}"
-        again = ["qkablate", "train", f"variant={other}", f"seed={result['seed']}", *words]
-        lines.append(shlex.join(again))
+        commands.append(["train", f"variant={other}", f"seed={result['seed']}", *words])
         has_parent = any(word.startswith("init_from.") for word in overrides)
         if result["variant"] in variants() and not has_parent:  # every variant needs its own parent
-            # A sweep reads no other configuration, and no groups but the program's own.
-            if any(word.startswith(("-", "+")) for word in words):
-                several = ["train", "-m", pair, "seed=0,1,2", *words]
+            # A sweep reads folders of the user's, but no other primary config and no new groups.
+            if any(word.startswith("+") or _is_other_flag(word) for word in words):
+                commands.append(["train", "-m", pair, "seed=0,1,2", *words])
             else:
-                several = ["sweep", pair, "seed=range(6)", *words]
-            lines.append(shlex.join(["qkablate", *several]))
+                commands.append(["sweep", pair, "seed=range(6)", *words])
     elif result["status"] == "diverged":
         kept = [word for word in overrides if not word.startswith("optim.lr=")]
-        lines.append(shlex.join(["qkablate", "train", *kept, f"optim.lr={lr / 10:.3g}"]))
+        commands.append(["train", *kept, f"optim.lr={lr / 10:.3g}"])
     if result.get("wandb") == OFFLINE:
-        lines.append(shlex.join(["qkablate", "sync", str(folder)]))
+        commands.append(["sync", str(folder)])
     elif result.get("wandb"):
-        lines.append(result["wandb"])
-    if lines:
-        print("\nNext\n" + "\n".join(f"  {line}" for line in lines))
+        print(f"  W&B       {result['wandb']}")
+    if commands:
+        print_next_commands(*commands)
+
+
+def _is_other_flag(word: str) -> bool:
+    return word.startswith("-") and word.partition("=")[0] != "--config-dir"
 
 
 def _print_table(outcomes: list[dict[str, Any]]) -> None:

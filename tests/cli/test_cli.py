@@ -376,3 +376,10 @@ def test_completion(qkablate, monkeypatch, shell):
 
 def test_completion_of_an_unknown_shell(qkablate):
     assert qkablate("-sc", "install=tcsh").code == 2
+
+
+def test_run_with_configs_of_the_users_leads_to_a_sweep_with_them(capsys, tmp_path):
+    result = {"status": "done", "variant": "no_q", "seed": 0}
+    print_next(result, ["--config-dir", "mine", "variant=no_q", "data=book"], tmp_path, 1e-3)
+    sweep = "qkablate sweep variant=standard,no_q 'seed=range(6)' --config-dir mine data=book"
+    assert sweep in capsys.readouterr().out

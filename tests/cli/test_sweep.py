@@ -344,5 +344,5 @@ def test_train_proposes_the_own_folder_again(qkablate, tiny, own_configs):
     words = ["train", "--config-dir", str(own_configs), "variant=keyless", "data=book"]
     done = qkablate(*words, *without_data(tiny), "train.steps=2")
     assert done.code == 0, done.err
-    command = proposed_commands(done)[0]
-    assert command[command.index("--config-dir") + 1] == str(own_configs)
+    for command in proposed_commands(done):
+        assert command[command.index("--config-dir") + 1] == str(own_configs)
