@@ -287,18 +287,24 @@ def test_auto_is_resolved():
 
 
 @pytest.mark.parametrize(
-    ("words", "every"),
+    ("words", "every", "tokens"),
     [
-        ([], 250),
-        (["train.steps=100"], 100),
-        (["train.steps=300"], 300),
-        (["train.steps=700"], 350),
-        (["train.steps=10000"], 250),
-        (["train.steps=10000", "data.val_tokens=655360"], 2500),
+        ([], 250, 29_696),
+        (["train.steps=100"], 100, 5120),
+        (["train.steps=300"], 300, 17_408),
+        (["train.steps=700"], 350, 31_744),
+        (["train.steps=10000", "train.batch_size=32"], 250, 65_536),  # the whole split
+        (["train.steps=10000", "data.val_tokens=655360"], 250, 43_008),
+        (["train.steps=2"], 2, 4096),
+        (["train.steps=2", "data.val_tokens=1000"], 2, 1000),
+        (["train.steps=100", "train.eval_every=10"], 10, 5120),  # stays a pair of eval_every=100
+        (["train.steps=100", "train.eval_tokens=all"], 100, 65_536),
+        (["train.eval_tokens=2048"], 250, 2048),
     ],
 )
-def test_evaluations_are_evenly_spaced_and_take_a_tenth_at_most(words, every):
-    assert checked(*words).train.eval_every == every
+def test_evaluations_are_evenly_spaced_and_take_a_twentieth(words, every, tokens):
+    train = checked(*words).train
+    assert (train.eval_every, train.eval_tokens) == (every, tokens)
 
 
 @pytest.mark.parametrize("load_words", [checked, loaded])

@@ -172,17 +172,20 @@ def _check_init_from(init_from: InitFromConfig) -> None:
 
 
 _LEAST_EVAL_EVERY = 250  # steps
+_LEAST_EVAL_TOKENS = 4096
+_EVAL_COST = 0.28  # of a token in evaluation, as a part of its cost in training
 
 
-def _choose_eval_every(config: Config, steps: int) -> int:
-    """Return the length of the equal parts after which a run is evaluated.
+def _choose_eval_tokens(config: Config, steps: int, parts: int) -> int:
+    """Return how many tokens an evaluation reads if all together take a twentieth of training.
 
-    A token costs a third in evaluation of what it costs in training, or less.
+    There is one before the first step, one after each part, and one of the training split. What
+    the user sets as train.eval_every plays no part, so that runs that differ in it remain pairs.
     """
     train = config.train
-    per_step = train.batch_size * train.grad_accum * config.model.context
-    least = max(_LEAST_EVAL_EVERY, math.ceil(10 * config.data.val_tokens / (3 * per_step)))
-    return math.ceil(steps / max(1, steps // least))
+    tokens = steps * train.batch_size * train.grad_accum * config.model.context
+    affordable = int(tokens / 20 / _EVAL_COST / (parts + 2)) // 1024 * 1024
+    return min(config.data.val_tokens, max(_LEAST_EVAL_TOKENS, affordable))
 
 
 def resolve(config: Config) -> Config:
@@ -201,15 +204,22 @@ def resolve(config: Config) -> Config:
     data = config.data
     if data.tokenizer == "bpe" and data.vocab_size is None:
         data = dataclasses.replace(data, vocab_size=BPE_SIZE)
-    eval_every = train.eval_every
+    parts = max(1, steps // _LEAST_EVAL_EVERY)
+    eval_every, eval_tokens = train.eval_every, train.eval_tokens
     if eval_every == "auto":
-        eval_every = _choose_eval_every(config, steps)
+        eval_every = math.ceil(steps / parts)
+    if eval_tokens == "auto":
+        eval_tokens = _choose_eval_tokens(config, steps, parts)
+    elif eval_tokens == "all":
+        eval_tokens = data.val_tokens
     every = eval_every if config.diagnostics.every == "auto" else config.diagnostics.every
     return dataclasses.replace(
         config,
         data=data,
         variant=resolve_variant(config.variant, config.model),
-        train=dataclasses.replace(train, steps=steps, tokens=None, eval_every=eval_every),
+        train=dataclasses.replace(
+            train, steps=steps, tokens=None, eval_every=eval_every, eval_tokens=eval_tokens
+        ),
         optim=dataclasses.replace(optim, warmup=warmup, cooldown=cooldown),
         diagnostics=dataclasses.replace(config.diagnostics, every=every),
     )

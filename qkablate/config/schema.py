@@ -118,10 +118,16 @@ class TrainConfig:
     grad_accum: int = training_key(1, "forward passes per step", bounds=(1, 2**20))
     eval_every: int | str = key(
         "auto",
-        "steps between evaluations of the validation split; auto: 250 or more, a tenth of the time"
-        " at most",
+        "steps between evaluations of the validation split; auto: equal parts of 250 or more",
         TRAINING | Role.PAIR_FREE,
         bounds=(1, BIG),
+    )
+    eval_tokens: int | str = training_key(
+        "auto",
+        "tokens that an evaluation reads of the validation split (of the test split: all); auto:"
+        " all, or so few that it takes a twentieth of the training:",
+        bounds=(1, BIG),
+        choices=("auto", "all"),
     )
     checkpoint_every: int = key(
         250, "steps between checkpoints; a kill -9 costs no more", LOCAL, bounds=(1, BIG)

@@ -65,25 +65,35 @@ def evenly_spaced(count: int, below: int) -> np.ndarray:
 
 
 def sequential_batches(
-    tokens: np.ndarray, *, batch_size: int, context: int, groups: np.ndarray | None = None
+    tokens: np.ndarray,
+    *,
+    batch_size: int,
+    context: int,
+    limit: int | None = None,
+    groups: np.ndarray | None = None,
 ) -> Iterator[Batch]:
     """Yield the whole split in order: every token but the first is predicted exactly once.
 
-    All batches have the same shape; the last one is padded with targets that do not count. With the
-    document of each token in `groups`, the answers are also counted by document.
+    With a `limit`, yield as many windows of it, evenly spaced. All batches have the same shape; the
+    last one is padded with targets that do not count. With the document of each token in `groups`,
+    the answers are also counted by document.
     """
     import torch
 
-    step = batch_size * context
-    for first in range(0, len(tokens) - 1, step):
-        part = tokens[first : first + step + 1].astype(np.int64)
-        padding = (0, step + 1 - len(part))
-        inputs_NT = np.pad(part[:-1], padding).reshape(-1, context)
-        targets_NA = np.pad(part[1:], padding, constant_values=IGNORE).reshape(-1, context)
+    windows = -(-(len(tokens) - 1) // context)
+    count = windows if limit is None else max(1, limit // context)
+    starts = evenly_spaced(count, windows) * context
+    for first in range(0, len(starts), batch_size):
+        starts_N = starts[first : first + batch_size]
+        starts_N = np.pad(starts_N, (0, batch_size - len(starts_N)), constant_values=len(tokens))
+        index_NT = starts_N[:, None] + np.arange(context)
+        known_NT = index_NT + 1 < len(tokens)  # the others are padding
+        index_NT[~known_NT] = 0
+        inputs_NT = np.where(known_NT, tokens[index_NT], 0).astype(np.int64)
+        targets_NA = np.where(known_NT, tokens[index_NT + 1].astype(np.int64), IGNORE)
         slices = None
         if groups is not None:
-            documents = np.pad(groups[first + 1 : first + len(part)], padding)
-            slices = {DOCUMENT: documents.reshape(-1, context)}
+            slices = {DOCUMENT: np.where(known_NT, groups[index_NT + 1], 0)}
         yield Batch((torch.from_numpy(inputs_NT),), torch.from_numpy(targets_NA), slices=slices)
 
 

@@ -108,16 +108,20 @@ class Corpus:
     ) -> RandomWindows:
         return RandomWindows(self.split("train"), seed, batch_size, grad_accum, context)
 
-    def split_batches(self, split: str, *, batch_size: int, context: int) -> Iterator[Batch]:
-        """Yield a whole split; of the training split as much as of the validation split.
+    def split_batches(
+        self, split: str, *, batch_size: int, context: int, limit: int | None = None
+    ) -> Iterator[Batch]:
+        """Yield a whole split, or some `limit` tokens spread over it.
 
-        The answers of the test split are counted by document.
+        Of the training split, as much as the validation split has is read at most. The answers of
+        the test split are counted by document.
         """
-        limit = self.tokens["val"] if split == "train" else None
+        end = self.tokens["val"] if split == "train" else None
         return sequential_batches(
-            self.split(split)[:limit],
+            self.split(split)[:end],
             batch_size=batch_size,
             context=context,
+            limit=limit,
             groups=self.document_groups(split) if split == "test" else None,
         )
 

@@ -19,6 +19,7 @@ MEASURES = (
     *("induction", "repeat_previous"),
 )
 ROUNDING_MEASURES = ("rounding", "rounding_fp64")
+ROUNDING_TOKENS = 256  # a ratio of norms needs no more, and fp64 is slow
 
 
 def compute_patterns(s_BHTS: Tensor) -> dict[str, Tensor]:
@@ -105,6 +106,7 @@ def compute_rounding(
     factors = layer.qk.low_rank_factors() if not layer.qk.no_circuit_reason else None
     if factors is None or layer.norm is not None or layer.position == "rope":
         return dict.fromkeys(ROUNDING_MEASURES)
+    x_BTD = x_BTD[: max(1, ROUNDING_TOKENS // x_BTD.shape[1]), :ROUNDING_TOKENS]
     with autocast():
         rounded_H = _difference(x_BTD, *factors)
     device = "cpu" if x_BTD.device.type == "mps" else x_BTD.device  # which has no fp64

@@ -150,7 +150,7 @@ class Trainer:
         self.progress.diagnosed = self.progress.step
 
     def evaluate(self, split: str) -> dict[str, float]:
-        """Return the metrics of every token of a split; record losses by document, if any."""
+        """Return the metrics of a split; record losses by document, if any."""
         totals = evaluate_split(self.plan, self.train_step, split, self._check_stop)
         if self.ranks.is_first and (documents := totals.slices.get(DOCUMENT)):
             sums = [documents[index] for index in sorted(documents)]

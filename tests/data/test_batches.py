@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 import torch
 
-from qkablate.data.batches import RandomWindows, sequential_batches
+from qkablate.data.batches import IGNORE, RandomWindows, sequential_batches
 
 
 def test_windows_depend_on_seed_and_step_alone():
@@ -58,3 +58,20 @@ def test_evaluation_predicts_every_token_once(length):
     counted = y[y != -100]
     assert counted.tolist() == list(range(1, length))
     assert torch.equal(x[y != -100] + 1, counted)
+
+
+def test_a_limited_reading_spreads_whole_windows_over_the_split():
+    tokens = np.arange(1001)
+    batches = [*sequential_batches(tokens, batch_size=2, context=10, limit=30)]
+    inputs_NT = torch.cat([batch.tokens_NT for batch in batches])
+    targets_NA = torch.cat([batch.targets_NA for batch in batches])
+    assert inputs_NT[:, 0].tolist() == [160, 500, 830, 0]
+    assert torch.equal(targets_NA[:3], inputs_NT[:3] + 1)
+    assert (targets_NA[3] == IGNORE).all()  # pads the last batch
+
+
+@pytest.mark.parametrize("limit", [None, 10_000])
+def test_a_reading_without_a_limit_predicts_every_token_once(limit):
+    batches = sequential_batches(np.arange(97), batch_size=3, context=10, limit=limit)
+    targets = torch.cat([batch.targets_NA.flatten() for batch in batches])
+    assert targets[targets != IGNORE].tolist() == [*range(1, 97)]

@@ -122,7 +122,7 @@ def golden_losses(variant: str, folder: Path, monkeypatch: pytest.MonkeyPatch) -
         variant=resolve_variant(VariantConfig(**variants()[variant], lr="matched"), model_config),
         model=model_config,
         data=DataConfig(source="text", path=str(text), cache=str(folder / "cache")),
-        train=TrainConfig(steps=20, batch_size=4, eval_every=250),
+        train=TrainConfig(steps=20, batch_size=4, eval_every=250, eval_tokens=2**16),
         optim=OptimConfig(lr=0.01, warmup=2, cooldown=0.0),
         device="cpu",
         precision="fp32",

@@ -16,7 +16,10 @@ from qkablate.analysis.study.study import Entry, Seeds
 MIN_POINTS = 3  # for a curve
 # The keys in which the arms of a series may differ.
 _KEYS = (
-    ("tokens", ("train.steps", "train.tokens", "train.eval_every", "optim.warmup")),
+    (
+        "tokens",
+        ("train.steps", "train.tokens", "train.eval_every", "train.eval_tokens", "optim.warmup"),
+    ),
     ("parameters", ("model.d_model",)),
     ("parameters", ("model.layers",)),
 )

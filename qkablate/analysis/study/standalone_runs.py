@@ -130,7 +130,7 @@ def _make_arm(settings: dict[str, Any], identity: dict[str, Any]) -> Arm:
         facts={key: identity[key] for key in ("vocabulary", "data_fingerprint")},
         # 0: unknown. Sizes follow from the first result of a run (_with_sizes); the validation
         # tokens only serve to plan sweeps.
-        val_tokens=0,
+        test_tokens=0,
         params=0,
         total_params=0,
         flops=0.0,

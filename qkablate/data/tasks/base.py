@@ -122,10 +122,17 @@ class Task:
     ) -> "TaskBatches":
         return TaskBatches(self, seed, batch_size, grad_accum)
 
-    def split_batches(self, split: str, *, batch_size: int, context: int) -> Iterator[Batch]:
-        """Yield a whole split in batches of one shape; the last is padded with ignored targets."""
+    def split_batches(
+        self, split: str, *, batch_size: int, context: int, limit: int | None = None
+    ) -> Iterator[Batch]:
+        """Yield a whole split, or some `limit` tokens of it, in batches of one shape.
+
+        The last batch is padded with ignored targets.
+        """
         examples = self._split(split)
         count = len(examples.tokens_NT)
+        if limit is not None:
+            count = min(count, max(1, limit // self.length))
         for first in range(0, count, batch_size):
             rows = np.arange(first, first + batch_size)
             batch = examples.batch(rows % count)

@@ -65,7 +65,7 @@ class ArmResolver:
             overrides=overrides,
             config=config,
             facts=facts,
-            val_tokens=data.tokens["val"],
+            test_tokens=data.tokens["test"],
             params=counts["total"] - counts["embedding"],
             total_params=counts["total"],
             flops=training_flops_per_token(model, batch_tokens, data.answer_fraction),

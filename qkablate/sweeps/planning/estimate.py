@@ -142,11 +142,13 @@ def _interpolate(arm: Arm, small: Timing, large: Timing) -> RunEstimate:
         )
     else:
         step, memory = small.step * flops / small.flops, small.bytes
-    # Evaluations of a whole split: a forward pass costs a third of a training step.
-    evaluations = steps // int(arm.config.train.eval_every) + 3
-    evaluation = arm.val_tokens / (arm.tokens / steps) * step / 3
+    # A forward pass costs a third of a training step. The test split is read once, and whole.
+    train = arm.config.train
+    evaluated = (steps // int(train.eval_every) + 2) * int(train.eval_tokens)
+    evaluated += arm.test_tokens * train.evaluate_test
+    evaluation = evaluated / (arm.tokens / steps) * step / 3
     return RunEstimate(
-        seconds=large.start + steps * step + evaluations * evaluation,
+        seconds=large.start + steps * step + evaluation,
         bytes=max(memory, BYTES_PER_PARAMETER * arm.total_params) + _reference_bytes(arm),
         extrapolated=flops > 1.01 * large.flops,
     )

@@ -66,7 +66,7 @@ class Arm:
     # Frozen; its seed and rate are those of the first run.
     config: Config = field(metadata={"from_json": from_plain})
     facts: dict[str, Any]  # the rest of a run's identity
-    val_tokens: int
+    test_tokens: int
     params: int  # without embeddings
     total_params: int
     flops: float  # of training, per token

@@ -24,22 +24,25 @@ from qkablate.training.step import TrainStep
 # Tokens per forward pass; on a CPU larger batches are no faster.
 EVAL_TOKENS = {"cpu": 4096, "cuda": 8192, "mps": 8192}
 EVAL_LOGITS = 2**25  # upper bound on the logits of a forward pass
-TOKENS = 8192  # read for the predictions: an eighth of an evaluation by default
+TOKENS = 4096  # read for the predictions
 
 
 @torch.no_grad()
 def evaluate_split(
     plan: RunPlan, step: TrainStep, split: str, check_stop: Callable[[], None]
 ) -> EvalMetrics:
-    """Return the sums over every token of a split; `check_stop` may raise before each batch."""
+    """Return the sums over the test split or a part of another; `check_stop` may raise."""
     config, data = plan.config, plan.data
     device, context = config.device, config.model.context
     tokens = EVAL_TOKENS[device.partition(":")[0]]
-    limit = min(tokens, int(EVAL_LOGITS / data.vocabulary / data.answer_fraction))
+    at_once = min(tokens, int(EVAL_LOGITS / data.vocabulary / data.answer_fraction))
+    size = max(1, at_once // context)
+    # Answers are made of the test split: however short the run, all of it is read.
+    limit = None if split == "test" else int(config.train.eval_tokens)
     totals = EvalMetrics()
     step.model.eval()
     try:
-        batches = data.split_batches(split, batch_size=max(1, limit // context), context=context)
+        batches = data.split_batches(split, batch_size=size, context=context, limit=limit)
         for batch, counts in step.ranks.shard_eval(batches):
             check_stop()
             moved = on_device(batch, device)

@@ -13,9 +13,7 @@ from qkablate.sweeps.planning.estimate import RunEstimate, Timing, estimate_arms
 from qkablate.sweeps.planning.manifest import Arm, Manifest, SweepRun
 
 STEPS, EVERY, VAL, TOKENS = 1000, 250, 8 * 64 * 10, 8 * 64
-READINGS = (
-    STEPS // EVERY + 3
-)  # evaluations of the whole validation split, and of equal parts of the others
+READINGS = STEPS // EVERY + 3  # two splits of VAL tokens and one of the training split
 
 
 def arm_of(flops: float, params: int = 1000, steps: int = STEPS) -> Arm:
@@ -23,7 +21,7 @@ def arm_of(flops: float, params: int = 1000, steps: int = STEPS) -> Arm:
     config = Config(
         model=ModelConfig(context=64),
         data=DataConfig(val_tokens=VAL),
-        train=TrainConfig(steps=steps, batch_size=8, eval_every=EVERY),
+        train=TrainConfig(steps=steps, batch_size=8, eval_every=EVERY, eval_tokens=VAL),
         threads=1,
     )
     name = f"f{flops:g}-p{params}-s{steps}"
