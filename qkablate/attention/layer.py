@@ -259,6 +259,8 @@ class Attention(nn.Module):
         if lr == "matched":
             return 1.0
         own, factor = self.matched_lr, self.resolve_lr(lr)
+        if own == 1:  # a layer of another variant, which has no rate of its own
+            return 1.0
         return math.log(factor) / math.log(own) if factor != 1 else 0.0
 
     def lr_multipliers(self, lr: float | str = "matched") -> dict[str, float]:

@@ -23,6 +23,7 @@ class Spec:
     rank: int | None = None  # width of the score product, where a circuit lets it vary
     groups: int | None = None  # number of key and value heads, where heads share them
     context: int | None = None  # longest sequence, where a circuit has a table of positions
+    source: int | None = None  # the same of the keys' stream; None: as long as the queries'
 
     @property
     def d_head(self) -> int:

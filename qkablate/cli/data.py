@@ -148,12 +148,12 @@ def _prepare(words: list[str], args: Namespace) -> None:
     for job in planned:
         config = job.config
         if config.data.source in TASKS:
-            data = open_data(config.data, config.model.context)
+            data = open_data(config.data, config.model)
             print(f"{data.description}; its sequences are drawn while training: nothing to prepare")
             continue
         was_prepared = is_prepared(config.data)
         start = time.perf_counter()
-        corpus = open_data(config.data, config.model.context)
+        corpus = open_data(config.data, config.model)
         seconds = time.perf_counter() - start
         assert isinstance(corpus, Corpus)
         print(corpus.description)
@@ -188,7 +188,7 @@ def _open(job: Job) -> "Data":
     if config.source in TEXT_SOURCES and not is_prepared(config):
         command = shlex.join(["qkablate", "data", "prepare", *job.words])
         raise UserError(f"the data is not prepared yet; type {command}")
-    return open_data(config, job.config.model.context)
+    return open_data(config, job.config.model)
 
 
 def _info(words: list[str], args: Namespace) -> None:

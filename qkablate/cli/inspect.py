@@ -103,22 +103,22 @@ def main(argv: list[str]) -> int:
     args = _parse_args(argv)
     restored = restore_run(args.run, args.keys | {"out": args.out}, args.step)
     from qkablate.diagnostics import DiagnosticPanel
-    from qkablate.training.recorders.diagnostics import choose_tokens, initial_layers
+    from qkablate.training.recorders.diagnostics import choose_inputs, initial_layers
 
     model, config = restored.model, restored.config
     _check_index("--layer", args.layer, config.model.layers)
     _check_index("--head", args.head, config.model.heads)
     text = None if args.text is None else _attend(restored, args.text)
-    tokens_BT, source = choose_tokens(restored, args.keys.get("data.cache", "auto"))
+    inputs, source = choose_inputs(restored, args.keys.get("data.cache", "auto"))
     starts = initial_layers(model, config, restored.folder / "start")
-    row = DiagnosticPanel(model, tokens_BT, starts=starts).row()
-    attention = model.attention_layers()[0].module
+    row = DiagnosticPanel(model, *inputs, starts=starts).row()
+    attention = model.variant_layer().module
     name = restored.folder.resolve().name
     image = ""
     if text is not None and args.o is not None:
         only = None if args.layer is None or args.head is None else (args.layer, args.head)
         image = _draw(Path(args.o), text, restored, only)
-    rows, length = tokens_BT.shape
+    rows, length = inputs[-1].shape
     if args.json:
         print_json(
             {

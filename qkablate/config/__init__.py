@@ -126,6 +126,7 @@ def check(config: Config) -> None:
             f"model.heads: {model.heads} does not divide model.d_model={model.d_model}"
             f" (allowed: {list_divisors(model.d_model)})"
         )
+    _check_form(model)
     check_variant(config.variant, model)
     if train.tokens is not None and train.steps != "auto":
         raise UserError("train.tokens: give train.steps or train.tokens, not both")
@@ -157,6 +158,24 @@ def check(config: Config) -> None:
         raise UserError("out: give a folder")
     if config.variant.file == "":
         raise UserError("variant.file: give a path")
+
+
+def _check_form(model: ModelConfig) -> None:
+    """Check the keys that only some forms of the model have."""
+    form = model.form
+    if form != "encoder_decoder":
+        for name in ("encoder_layers", "source"):
+            if getattr(model, name) is not None:
+                raise ImpossibleConfig(
+                    f"model.{name}: model.form={form} has none; only encoder_decoder has"
+                )
+    elif not model.attention_skip:
+        raise ImpossibleConfig("model.attention_skip: model.form=encoder_decoder needs it")
+    if form != "decoder" and model.position == "alibi":
+        raise ImpossibleConfig(
+            "model.position: alibi does not tell what comes before from what comes after, which"
+            f" model.form={form} needs; use learned, rope or none"
+        )
 
 
 def _check_init_from(init_from: InitFromConfig) -> None:

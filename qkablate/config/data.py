@@ -8,7 +8,7 @@ from qkablate.errors import UserError
 
 TEXT_SOURCES = ("stdlib", "text", "hub")
 _HUB = ("hub",)
-_COPYING = ("copy", "reverse")
+_COPYING = ("copy", "reverse", "sort")
 _SOURCES = (*TEXT_SOURCES, "recall", "induction", *_COPYING, "directed", "dyck")
 HELD_OUT_SPLITS = ("val", "test")
 SPLITS = ("train", *HELD_OUT_SPLITS)
@@ -56,7 +56,9 @@ class DataConfig:
     segment: int | None = data_key(
         None, "length of the repeated segment", bounds=(2, 2**20), used_by=("induction",)
     )
-    copy_length: int | None = data_key(None, "tokens to copy", bounds=(1, 2**20), used_by=_COPYING)
+    copy_length: int | None = data_key(
+        None, "tokens to copy, or to sort", bounds=(1, 2**20), used_by=_COPYING
+    )
     cycle: int | None = data_key(
         None, "length of the cycle of symbols", bounds=(3, 2**20), used_by=("directed",)
     )

@@ -54,6 +54,11 @@ class VariantConfig:
         bounds=(1e-6, 1e6),
         choices=("between", "matched", "same"),
     )
+    sites: str = variant_key(
+        "all",
+        "attention layers that carry the variant, the others are standard's: all, or some of"
+        " encoder, decoder, cross, joined by +",
+    )
     file: str | None = key(
         None,
         "Python file with circuits of your own",
@@ -63,8 +68,23 @@ class VariantConfig:
 
 @dataclass
 class ModelConfig:
-    """The size and shape of the GPT around the attention layers."""
+    """The size and shape of the transformer around the attention layers."""
 
+    form: str = parameter_key(
+        "decoder",
+        "decoder (GPT), encoder (every token sees all), encoder_decoder (a translator):",
+        choices=("decoder", "encoder", "encoder_decoder"),
+    )
+    encoder_layers: int | None = parameter_key(
+        None,
+        "blocks of the encoder of form=encoder_decoder; null: as many as model.layers",
+        bounds=(1, 10_000),
+    )
+    source: int | None = parameter_key(
+        None,
+        "longest source of form=encoder_decoder, in tokens; null: as long as model.context",
+        bounds=(1, 2**24),
+    )
     layers: int = parameter_key(4, "transformer blocks", bounds=(1, 10_000))
     d_model: int = parameter_key(128, "width of the residual stream", bounds=(1, 2**20))
     heads: int = parameter_key(4, "attention heads per layer", bounds=(1, 2**20))

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from qkablate.config.schema import ModelConfig, VariantConfig
-from qkablate.errors import ImpossibleConfig
+from qkablate.errors import ImpossibleConfig, UserError, nearest_hint
 
 # Circuits with a rank, and what `auto` resolves to.
 RANKS: dict[str, Callable[[ModelConfig], int]] = {
@@ -16,10 +16,35 @@ RANKS: dict[str, Callable[[ModelConfig], int]] = {
 }
 GROUPED = ("grouped",)
 _USED_BY = {"rank": RANKS, "groups": GROUPED}
+# Where a model of each form has attention layers, in the order of computation.
+SITES = {
+    "decoder": ("decoder",),
+    "encoder": ("encoder",),
+    "encoder_decoder": ("encoder", "decoder", "cross"),
+}
+
+
+def variant_sites(variant: VariantConfig, model: ModelConfig) -> tuple[str, ...]:
+    """Return the sites whose attention layers carry the variant."""
+    known = SITES[model.form]
+    if variant.sites == "all":
+        return known
+    chosen = variant.sites.split("+")
+    for site in chosen:
+        if site not in known:
+            raise UserError(
+                f"variant.sites: '{site}' is not a site of model.form={model.form}"
+                f" (allowed: all, {', '.join(known)}){nearest_hint(site, known)}"
+            )
+    return tuple(site for site in known if site in chosen)
 
 
 def check_variant(variant: VariantConfig, model: ModelConfig) -> None:
     """Check rank and groups against the model's size, and that the circuits use them."""
+    if variant.mask_self and variant_sites(variant, model) == ("cross",):
+        raise ImpossibleConfig(
+            "variant.sites: cross-attention has no self to mask; choose encoder or decoder"
+        )
     if isinstance(variant.rank, int) and variant.rank > model.d_model:
         raise ImpossibleConfig(
             f"variant.rank: {variant.rank} is above model.d_model={model.d_model},"
@@ -48,7 +73,10 @@ def describe_unused(variant: VariantConfig, key: str) -> str:
 
 
 def resolve_variant(variant: VariantConfig, model: ModelConfig) -> VariantConfig:
-    """Resolve rank and groups where the circuits use them (else null), lr=2 to 2.0; and name it."""
+    """Resolve rank and groups where the circuits use them (else null), lr=2 to 2.0; and name it.
+
+    Sites that are all of the model's, and those of standard, are `all`.
+    """
     rank = None if variant.rank == "auto" else variant.rank
     groups = None if variant.groups == "auto" else variant.groups
     if rank is None and variant.qk in RANKS:
@@ -57,14 +85,22 @@ def resolve_variant(variant: VariantConfig, model: ModelConfig) -> VariantConfig
         divisors = [g for g in range(1, model.heads // 2 + 1) if model.heads % g == 0]
         groups = max(divisors, default=1)
     lr = variant.lr if isinstance(variant.lr, str) else float(variant.lr)
-    variant = dataclasses.replace(variant, rank=rank, groups=groups, lr=lr)
+    sites, is_standard = variant_sites(variant, model), is_standard_attention(variant)
+    words = "all" if is_standard or sites == SITES[model.form] else "+".join(sites)
+    variant = dataclasses.replace(variant, rank=rank, groups=groups, lr=lr, sites=words)
     return dataclasses.replace(variant, name=variant_name(variant))
+
+
+def is_standard_attention(variant: VariantConfig) -> bool:
+    """Return whether a layer of this variant is one of the standard variant."""
+    circuits = {variant.qk, variant.ov, variant.norm}
+    return circuits == {"separate", "none"} and not variant.mask_self and variant.file is None
 
 
 def variant_name(variant: VariantConfig) -> str:
     """Return the user's own name, the catalogue's for these circuits, or 'qk+ov'.
 
-    Rank or groups are appended where the catalogue leaves them open.
+    Rank or groups are appended where the catalogue leaves them open, and sites that are not all.
     """
     values = dataclasses.asdict(variant)
     known = {
@@ -80,6 +116,8 @@ def variant_name(variant: VariantConfig) -> str:
         for key in ("rank", "groups")
         if values[key] is not None and key not in entry
     )
+    if variant.sites != "all":
+        numbers += "_" + variant.sites.replace("+", "_")
     if variant.name.removesuffix(numbers) not in variants():
         name = variant.name.removesuffix(numbers)
     elif not name:

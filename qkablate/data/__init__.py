@@ -3,12 +3,13 @@
 import itertools
 from collections.abc import Iterator
 
-from qkablate.config import DataConfig
+from qkablate.config import DataConfig, ModelConfig
 from qkablate.data.batches import IGNORE, Batch, RandomWindows
 from qkablate.data.corpus import Corpus, open_corpus
 from qkablate.data.eval_metrics import EvalMetrics
-from qkablate.data.tasks import TASKS, Task
+from qkablate.data.tasks import PAIR_TASKS, TASKS, Task
 from qkablate.data.tasks.base import TaskBatches
+from qkablate.errors import ImpossibleConfig
 
 __all__ = [
     "IGNORE",
@@ -21,6 +22,7 @@ __all__ = [
     "TrainingBatches",
     "iterate_windows",
     "open_data",
+    "open_task",
 ]
 
 
@@ -29,11 +31,30 @@ Data = Corpus | Task
 TrainingBatches = RandomWindows | TaskBatches
 
 
-def open_data(config: DataConfig, context: int) -> Data:
+def open_data(config: DataConfig, model: ModelConfig) -> Data:
     """Return the data of a run, preparing it if needed; UserError where that is impossible."""
     if config.source in TASKS:
-        return TASKS[config.source](config, context)
+        return open_task(config, model)
+    if model.form != "decoder":
+        raise ImpossibleConfig(
+            f"data: {config.source} is a text for model.form=decoder; model.form={model.form} needs"
+            f" pairs of source and target: {', '.join(PAIR_TASKS)}"
+        )
     return open_corpus(config)
+
+
+def open_task(config: DataConfig, model: ModelConfig) -> Task:
+    """Return a generated task; with another form than decoder, its pairs of source and target."""
+    kind = TASKS[config.source]
+    if model.form == "decoder":
+        return kind(config, model.context)
+    if config.source not in PAIR_TASKS:
+        raise ImpossibleConfig(
+            f"data: {config.source} has no pairs of source and target, which"
+            f" model.form={model.form} needs (allowed: {', '.join(PAIR_TASKS)})"
+        )
+    source = model.context if model.source is None else model.source
+    return kind(config, model.context, form=model.form, source=source)
 
 
 def iterate_windows(

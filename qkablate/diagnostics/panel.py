@@ -1,7 +1,7 @@
 """All diagnostics of a model at one step, as a row of metrics."""
 
 import math
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
@@ -11,7 +11,7 @@ from torch import Tensor
 
 from qkablate.attention import Attention
 from qkablate.diagnostics import circuits, patterns
-from qkablate.models.base import Model
+from qkablate.models.base import AttentionLayer, Model
 from qkablate.randomness import named_generator
 
 TOKENS = 1024  # per measurement, split into sequences
@@ -27,23 +27,25 @@ class DiagnosticPanel:
     def __init__(
         self,
         model: Model,
-        tokens_BT: Tensor,
-        *,
+        *inputs: Tensor,
         starts: Iterable[Attention],
         autocast: Callable[[], AbstractContextManager[Any]] = nullcontext,
     ) -> None:
-        """Prepare the measurements on these tokens.
+        """Prepare the measurements on these inputs of the model: tokens_BT, or a source before it.
 
         `starts` are the attention layers at initialization, where known; the streams are computed
         under `autocast`, that of training.
         """
-        self.model, self.tokens_BT, self.autocast = model, tokens_BT, autocast
-        self.repeats_BT = repeat_blocks(tokens_BT)
+        self.model, self.inputs, self.autocast = model, inputs, autocast
+        self.device = inputs[-1].device
+        # Induction is a matter of decoders.
+        is_decoder = model.config.form == "decoder"
+        self.repeats_BT = repeat_blocks(inputs[-1]) if is_decoder else None
         # The initial matrices stay on the CPU: they are a copy of the attention weights.
         self.starts: dict[str, list[Any]] = {side: [] for side in ("qk", "ov")}
         for layer in starts:
             for side, matrices in self.starts.items():
-                matrix = _matrix(side, layer.to(tokens_BT.device))
+                matrix = _matrix(side, layer.to(self.device))
                 matrices.append(matrix and circuits.move(matrix, "cpu"))
 
     @torch.no_grad()
@@ -52,7 +54,7 @@ class DiagnosticPanel:
 
         None replaces layers without the measure and values that are not finite.
         """
-        kind, training = self.tokens_BT.device.type, self.model.training
+        kind, training = self.device.type, self.model.training
         self.model.eval()
         try:
             with torch.autocast(kind, enabled=False):
@@ -69,7 +71,7 @@ class DiagnosticPanel:
         if (first_matrix := _matrix(side, layers[0])) is None:
             return row
         # On the device of the model, except where it does not support fp64.
-        device = "cpu" if self.tokens_BT.device.type == "mps" else self.tokens_BT.device
+        device = "cpu" if self.device.type == "mps" else self.device
         spec, factors = layers[0].qk.spec, getattr(layers[0], side).factors
         size = max(1, _MAX_NUMEL // sum(t.numel() for t in vars(first_matrix).values()))
         for first in range(0, len(layers), size):
@@ -94,23 +96,33 @@ class DiagnosticPanel:
 
     def _attention(self) -> dict[str, list[Any]]:
         row: dict[str, list[Any]] = {name: [] for name in ATTENTION_MEASURES}
-        for tokens_BT, measure in (
-            (self.tokens_BT, patterns.compute_patterns),
-            (self.repeats_BT, patterns.compute_repeat_patterns),
-        ):
-            with self.autocast():
-                for layer, inputs in self.model.attention_inputs(tokens_BT):
-                    with torch.autocast(tokens_BT.device.type, enabled=False):
-                        values: dict[str, Tensor | None] = {}
-                        values |= measure(patterns.attention_scores(layer, inputs))
-                        if tokens_BT is self.tokens_BT:
-                            values |= patterns.compute_rounding(
-                                layer.module, inputs[0], self.autocast
-                            )
-                    for name, value_H in values.items():
-                        rounded = None if value_H is None else round_digits(value_H.tolist())
-                        row[name].append(rounded)
+        layers: list[dict[str, Tensor | None]] = []
+        for layer, streams in self._run(*self.inputs):
+            s_BHTS = patterns.attention_scores(layer, streams)
+            values = patterns.compute_patterns(s_BHTS, is_self=layer.is_self)
+            if layer.is_self:
+                values |= patterns.compute_rounding(layer.module, streams[0], self.autocast)
+            layers.append(values)
+        if self.repeats_BT is not None:
+            for values, (layer, streams) in zip(layers, self._run(self.repeats_BT), strict=True):
+                values |= patterns.compute_repeat_patterns(
+                    patterns.attention_scores(layer, streams)
+                )
+        for name in ATTENTION_MEASURES:
+            for values in layers:
+                value_H = values.get(name)
+                row[name].append(None if value_H is None else round_digits(value_H.tolist()))
         return row
+
+    def _run(self, *inputs: Tensor) -> Iterator[tuple[AttentionLayer, tuple[Tensor, ...]]]:
+        """Yield each attention layer and its streams, which are computed as training does."""
+        steps = self.model.attention_inputs(*inputs)
+        while True:
+            with self.autocast():
+                item = next(steps, None)
+            if item is None:
+                return
+            yield item
 
 
 def repeat_blocks(tokens_BT: Tensor) -> Tensor:

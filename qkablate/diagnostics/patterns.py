@@ -22,10 +22,11 @@ ROUNDING_MEASURES = ("rounding", "rounding_fp64")
 ROUNDING_TOKENS = 256  # a ratio of norms needs no more, and fp64 is slow
 
 
-def compute_patterns(s_BHTS: Tensor) -> dict[str, Tensor]:
+def compute_patterns(s_BHTS: Tensor, *, is_self: bool = True) -> dict[str, Tensor | None]:
     """Return the measures of scores that are −∞ where masked.
 
-    Only queries that see two positions or more are counted; NaN if there are none.
+    Only queries that see two positions or more are counted; NaN if there are none. Queries and
+    keys of two sequences have no own, previous or earlier position.
 
     score_std  standard deviation of the visible scores of a query, pooled over queries
     score_max  the largest score
@@ -47,15 +48,17 @@ def compute_patterns(s_BHTS: Tensor) -> dict[str, Tensor]:
     mean_BHT1 = (visible_scores_BHTS.sum(-1) / num_visible_BHT).unsqueeze(-1)
     square_BHTS = (visible_scores_BHTS - mean_BHT1).square().where(visible_BHTS, 0.0)
     freedom_H = (num_visible_BHT - 1).clamp(min=0).sum((0, 2))
-    return {
+    found: dict[str, Tensor | None] = {
         "score_std": (square_BHTS.sum((0, 2, 3)) / freedom_H).sqrt(),
         "score_max": s_BHTS.amax((0, 2, 3)),
         "entropy": mean(torch.special.entr(a_BHTS).sum(-1)),
-        "self": mean(a_BHTS.diagonal(dim1=-2, dim2=-1)),
         "first": mean(a_BHTS[..., 0]),
-        "previous": mean(pad(a_BHTS.diagonal(-1, -2, -1), (1, 0))),  # 0 for the first query
-        "sink": sink(a_BHTS, num_visible_BHT),
     }
+    if is_self:
+        found["self"] = mean(a_BHTS.diagonal(dim1=-2, dim2=-1))
+        found["previous"] = mean(pad(a_BHTS.diagonal(-1, -2, -1), (1, 0)))  # 0 for the first query
+        found["sink"] = sink(a_BHTS, num_visible_BHT)
+    return found
 
 
 def sink(a_BHTS: Tensor, num_visible_BHT: Tensor) -> Tensor:

@@ -8,14 +8,14 @@ import math
 from abc import ABC, abstractmethod
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
-from typing import Any, Literal, NamedTuple, Self
+from typing import Any, NamedTuple, Self
 
 import torch
 from torch import Tensor, nn
 
 from qkablate.attention import Attention, Cache, Draw
 from qkablate.config import ModelConfig
-from qkablate.models.catalogue import GPT2_SIGMA
+from qkablate.models.catalogue import GPT2_SIGMA, residual_writes
 from qkablate.randomness import named_generator
 
 
@@ -23,9 +23,18 @@ class AttentionLayer(NamedTuple):
     """An attention layer and its place in the model."""
 
     name: str  # the prefix of its parameters in the state dict
-    role: Literal["self", "cross"]  # cross: keys and values come from another stream
+    site: str  # decoder, encoder or cross
     module: Attention
-    causal: bool = True
+
+    @property
+    def is_self(self) -> bool:
+        """True if queries, keys and values are of one stream."""
+        return self.site != "cross"
+
+    @property
+    def causal(self) -> bool:
+        """True if no query attends to later positions."""
+        return self.site == "decoder"
 
 
 class Model(nn.Module, ABC):
@@ -39,6 +48,8 @@ class Model(nn.Module, ABC):
     config: ModelConfig
     # Keep only the input of each block and recompute the rest for the gradients.
     checkpoint_activations = False
+
+    sites: tuple[str, ...]  # that carry the variant
 
     @property
     @abstractmethod
@@ -74,6 +85,19 @@ class Model(nn.Module, ABC):
     @abstractmethod
     def sharding_units(self) -> Iterable[nn.Module]:
         """Return the modules whose parameters FSDP gathers together."""
+
+    def input_lengths(self) -> tuple[int, ...]:
+        """Return the longest sequence of each input."""
+        return (self.config.context,)
+
+    def variant_layer(self) -> AttentionLayer:
+        """Return the first attention layer that carries the variant."""
+        return next(layer for layer in self.attention_layers() if layer.site in self.sites)
+
+    @property
+    def kernel(self) -> str:
+        """The kernels of the layers, by name."""
+        return "+".join(dict.fromkeys(layer.module.kernel for layer in self.attention_layers()))
 
     @property
     def vocabulary(self) -> int:
@@ -162,8 +186,8 @@ class _Initializer:
             return torch.from_numpy(uniform).mul_(2 * bound).sub_(bound)
         if len(shape) == 1:
             return torch.zeros(shape)
-        std = GPT2_SIGMA / (2 * self.config.layers) ** 0.5 if residual else GPT2_SIGMA
-        return self.normal(name, shape, std)
+        writes = residual_writes(self.config, name.partition(".")[0]) if residual else 1
+        return self.normal(name, shape, GPT2_SIGMA / writes**0.5)
 
     def init_attention_(self, layer: Attention, prefix: str) -> None:
         for name in ("qk", "ov", "norm"):

@@ -5,6 +5,7 @@ from typing import Unpack
 from qkablate.attention.kernels.dispatch import KernelOptions
 from qkablate.config import ModelConfig, VariantConfig
 from qkablate.models.base import Model
+from qkablate.models.encoder_decoder import EncoderDecoder
 from qkablate.models.gpt import GPT
 
 
@@ -15,4 +16,5 @@ def build_model(
     **options: Unpack[KernelOptions],
 ) -> Model:
     """Return the model of a config with uninitialized parameters."""
-    return GPT(config, variant, vocabulary, **options)
+    kind = EncoderDecoder if config.form == "encoder_decoder" else GPT
+    return kind(config, variant, vocabulary, **options)

@@ -21,7 +21,7 @@ from qkablate.attention import OV, OV_CIRCUITS, QK, QK_CIRCUITS, Attention, Spec
 from qkablate.attention.kernels.dispatch import KernelOptions
 from qkablate.attention.spec import UnsupportedCombination
 from qkablate.config import Config, ModelConfig, VariantConfig, resolve_variant
-from qkablate.config.variant import describe_unused
+from qkablate.config.variant import describe_unused, variant_sites
 from qkablate.errors import ImpossibleConfig, UserError, nearest_hint
 
 ENTRY_POINTS = "qkablate.circuits"  # the entry-point group for circuits of other packages
@@ -76,8 +76,9 @@ def circuit_classes(variant: VariantConfig) -> tuple[type[QK], type[OV]]:
     return pair[0], pair[1]  # type: ignore[return-value]
 
 
-def make_spec(model: ModelConfig, variant: VariantConfig) -> Spec:
-    """Return the sizes and the initial scale of the circuits of a model."""
+def make_spec(model: ModelConfig, variant: VariantConfig, site: str = "decoder") -> Spec:
+    """Return the sizes and the initial scale of the circuits of a model at a site."""
+    source = model.source or model.context
     linear_sigma = (3 * model.d_model) ** -0.5  # of a uniform distribution within ±1/√d
     gpt2 = model.init == "gpt2"
     assert variant.rank is None or isinstance(variant.rank, int)
@@ -87,28 +88,54 @@ def make_spec(model: ModelConfig, variant: VariantConfig) -> Spec:
         heads=model.heads,
         bias=model.bias,
         sigma=GPT2_SIGMA if gpt2 else linear_sigma,
-        residual=(2 * model.layers) ** -0.5 if gpt2 else 1.0,
+        residual=residual_writes(model, site) ** -0.5 if gpt2 else 1.0,
         init=variant.init,
         rank=variant.rank,
         groups=variant.groups,
-        context=model.context,
+        context=source if site == "encoder" else model.context,
+        source=source if site == "cross" else None,
     )
 
 
+def residual_writes(model: ModelConfig, site: str) -> int:
+    """Return how many sublayers write to the residual stream that a site belongs to."""
+    if model.form != "encoder_decoder":
+        return 2 * model.layers
+    return 2 * encoder_layers(model) if site == "encoder" else 3 * model.layers
+
+
+def encoder_layers(model: ModelConfig) -> int:
+    """Return the number of encoder blocks of an encoder–decoder."""
+    return model.encoder_layers or model.layers
+
+
 def make_attention(
-    model: ModelConfig, variant: VariantConfig, **options: Unpack[KernelOptions]
+    model: ModelConfig,
+    variant: VariantConfig,
+    site: str | None = None,
+    **options: Unpack[KernelOptions],
 ) -> Attention:
-    """Return an uninitialized attention layer; UserError for an unsupported combination."""
+    """Return an uninitialized attention layer; UserError for an unsupported combination.
+
+    It is standard's at a site that does not carry the variant; without a site, the first that does.
+    """
+    sites = variant_sites(variant, model)
+    if site is None:
+        site = sites[0]
+    elif site not in sites:
+        variant = resolve_variant(VariantConfig(), model)
     qk, ov = circuit_classes(variant)
     from_file = load_file(variant.file) if variant.file is not None else None
+    rotated = ("alibi", "rope")
     try:
         layer = Attention(
-            make_spec(model, variant),
+            make_spec(model, variant, site),
             qk,
             ov,
             norm=variant.norm,
             mask_self=variant.mask_self,
-            position=model.position if model.position in ("alibi", "rope") else "none",
+            # Positions of two sequences have no distance.
+            position=model.position if model.position in rotated and site != "cross" else "none",
             dropout=model.dropout,
             **options,
         )

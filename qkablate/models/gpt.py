@@ -1,9 +1,10 @@
-"""Decoder-only transformer in the layout of GPT-2; only the circuits of the attention vary.
+"""Transformer of one stack in the layout of GPT-2; only the circuits of the attention vary.
 
-Shape suffixes: B batch, T context, A answers, P positions, D d_model, V vocabulary.
+Shape suffixes: B batch, T context, S source, A answers, P positions, D d_model, V vocabulary.
 """
 
 from collections.abc import Iterator
+from functools import partial
 from typing import Unpack
 
 import torch
@@ -15,6 +16,7 @@ from qkablate.attention import Attention, Cache
 from qkablate.attention.kernels.dispatch import KernelOptions
 from qkablate.attention.kernels.matmul import Linear, linear
 from qkablate.config import ModelConfig, VariantConfig
+from qkablate.config.variant import variant_sites
 from qkablate.models.base import AttentionLayer, Model
 from qkablate.models.blocked_loss import blocked_loss, rows_per_block
 from qkablate.models.catalogue import make_attention
@@ -35,27 +37,50 @@ class MLP(nn.Module):
 
 
 class Block(nn.Module):
-    """Attention and MLP, each with a norm (if any) before and a residual connection around it."""
+    """Attention and MLP, each with a norm (if any) before and a residual connection around it.
 
-    def __init__(self, config: ModelConfig, attention: Attention) -> None:
+    A block of a decoder that reads a source has cross-attention between the two.
+    """
+
+    def __init__(
+        self,
+        config: ModelConfig,
+        attention: Attention,
+        cross_attention: Attention | None = None,
+        *,
+        causal: bool = True,
+    ) -> None:
         super().__init__()
-        self.norm_1 = _norm(config)
+        self.causal = causal
+        self.norm_1 = make_norm(config)
         self.attention = attention
-        self.norm_2 = _norm(config) if config.mlp_ratio else None
+        self.norm_cross = make_norm(config) if cross_attention is not None else None
+        self.cross_attention = cross_attention
+        self.norm_2 = make_norm(config) if config.mlp_ratio else None
         self.mlp = MLP(config) if config.mlp_ratio else None
         self.dropout = nn.Dropout(config.dropout)
         self.attention_skip = config.attention_skip
 
-    def forward(self, x_BTD: Tensor, cache: Cache | None = None) -> Tensor:
-        written_BTD: Tensor = self.dropout(self.attention(self.norm_1(x_BTD), cache=cache))
-        x_BTD = x_BTD + written_BTD if self.attention_skip else written_BTD
+    def forward(
+        self, x_BTD: Tensor, cache: Cache | None = None, y_BSD: Tensor | None = None
+    ) -> Tensor:
+        x_BTD = self.attend_to_self(x_BTD, cache)
+        if self.cross_attention is not None and self.norm_cross is not None:
+            read_BTD = self.cross_attention(self.norm_cross(x_BTD), y_BSD, causal=False)
+            x_BTD = x_BTD + self.dropout(read_BTD)
         if self.mlp is not None and self.norm_2 is not None:
             x_BTD = x_BTD + self.dropout(self.mlp(self.norm_2(x_BTD)))
         return x_BTD
 
+    def attend_to_self(self, x_BTD: Tensor, cache: Cache | None = None) -> Tensor:
+        """Return the stream after the self-attention."""
+        attended_BTD = self.attention(self.norm_1(x_BTD), causal=self.causal, cache=cache)
+        written_BTD: Tensor = self.dropout(attended_BTD)
+        return x_BTD + written_BTD if self.attention_skip else written_BTD
+
 
 class GPT(Model):
-    """Decoder with a norm before each sublayer, unless `norm` is none.
+    """Decoder, or encoder, with a norm before each sublayer, unless `norm` is none.
 
     The output head is the token embedding, unless `tied` is false. With `embedding_width` the
     embedding is factorized (ALBERT, Lan et al. 2020): a map leads to d_model, and its transpose, or
@@ -70,10 +95,10 @@ class GPT(Model):
         **options: Unpack[KernelOptions],
     ) -> None:
         super().__init__()
-        self.config = config
+        self.config, self.sites = config, variant_sites(variant, config)
         width = config.embedding_width or config.d_model
-        self.token_embedding = _empty_embedding(vocabulary, width)
-        self.output_embedding = None if config.tied else _empty_embedding(vocabulary, width)
+        self.token_embedding = empty_embedding(vocabulary, width)
+        self.output_embedding = None if config.tied else empty_embedding(vocabulary, width)
         self.embedding_up = self.embedding_down = None
         if config.embedding_width is not None:
             self.embedding_up = Linear(width, config.d_model, bias=False)
@@ -81,12 +106,19 @@ class GPT(Model):
                 self.embedding_down = Linear(config.d_model, width, bias=False)
         self.position_embedding = None
         if config.position == "learned":
-            self.position_embedding = _empty_embedding(config.context, config.d_model)
+            self.position_embedding = empty_embedding(config.context, config.d_model)
         self.dropout = nn.Dropout(config.dropout)
+        attention = partial(make_attention, config, variant, **options)
         self.blocks = nn.ModuleList(
-            Block(config, make_attention(config, variant, **options)) for _ in range(config.layers)
+            Block(
+                config,
+                attention("encoder" if config.form == "encoder" else "decoder"),
+                attention("cross") if config.form == "encoder_decoder" else None,
+                causal=config.form != "encoder",
+            )
+            for _ in range(config.layers)
         )
-        self.norm = _norm(config)
+        self.norm = make_norm(config)
 
     def forward(self, tokens_BT: Tensor, caches: list[Cache] | None = None) -> Tensor:
         """Return the logits of the next token, logits_BTV.
@@ -97,13 +129,28 @@ class GPT(Model):
 
     def hidden(self, tokens_BT: Tensor, caches: list[Cache] | None = None) -> Tensor:
         x_BTD = self._embed(tokens_BT, caches[0].length if caches else 0)
+        return self._to_output(self._run(self.blocks, x_BTD, caches))
+
+    def _run(
+        self,
+        blocks: nn.ModuleList,
+        x_BTD: Tensor,
+        caches: list[Cache] | None = None,
+        y_BSD: Tensor | None = None,
+    ) -> Tensor:
+        """Return the stream after some blocks, which may attend to a source y."""
         recompute = self.checkpoint_activations and self.training and torch.is_grad_enabled()
-        for layer, block in enumerate(self.blocks):
+        random = bool(self.config.dropout)
+        for layer, block in enumerate(blocks):
             if recompute:
-                random = bool(self.config.dropout)
-                x_BTD = checkpoint(block, x_BTD, use_reentrant=False, preserve_rng_state=random)
+                x_BTD = checkpoint(
+                    block, x_BTD, None, y_BSD, use_reentrant=False, preserve_rng_state=random
+                )
             else:
-                x_BTD = block(x_BTD, caches[layer] if caches else None)
+                x_BTD = block(x_BTD, caches[layer] if caches else None, y_BSD)
+        return x_BTD
+
+    def _to_output(self, x_BTD: Tensor) -> Tensor:
         hidden_BTD: Tensor = self.norm(x_BTD)
         if self.embedding_down is not None:
             return linear(hidden_BTD, self.embedding_down.weight)
@@ -111,12 +158,15 @@ class GPT(Model):
             return linear(hidden_BTD, self.embedding_up.weight.T)
         return hidden_BTD
 
-    def _embed(self, tokens_BT: Tensor, first: int = 0) -> Tensor:
+    def _embed(
+        self, tokens_BT: Tensor, first: int = 0, table: nn.Embedding | None = None
+    ) -> Tensor:
         x_BTD: Tensor = self.token_embedding(tokens_BT)
         if self.embedding_up is not None:
             x_BTD = self.embedding_up(x_BTD)
-        if self.position_embedding is not None:
-            x_BTD = x_BTD + self.position_embedding.weight[first : first + tokens_BT.shape[1]]
+        table = table or self.position_embedding
+        if table is not None:
+            x_BTD = x_BTD + table.weight[first : first + tokens_BT.shape[1]]
         x_BTD = self.dropout(x_BTD)
         return x_BTD
 
@@ -131,8 +181,9 @@ class GPT(Model):
         return table.weight
 
     def attention_layers(self) -> list[AttentionLayer]:
+        site = "encoder" if self.config.form == "encoder" else "decoder"
         layers = enumerate(block.attention for block in self.sharding_units())
-        return [AttentionLayer(f"blocks.{i}.attention", "self", layer) for i, layer in layers]
+        return [AttentionLayer(f"blocks.{i}.attention", site, layer) for i, layer in layers]
 
     def attention_inputs(
         self, *inputs: Tensor
@@ -153,7 +204,9 @@ class GPT(Model):
         positions_BA: Tensor | None = None,
         reduction: str = "mean",
     ) -> Tensor:
-        x_BAD = self._hidden_at(tokens_BT, positions_BA)
+        return self._loss(self._hidden_at(positions_BA, tokens_BT), targets_BA, reduction)
+
+    def _loss(self, x_BAD: Tensor, targets_BA: Tensor, reduction: str) -> Tensor:
         many = targets_BA.numel() > rows_per_block(self.vocabulary)
         if many and reduction == "mean" and torch.is_grad_enabled():
             return blocked_loss(x_BAD.flatten(0, 1), self.output_weight, targets_BA.flatten())
@@ -163,13 +216,16 @@ class GPT(Model):
     def loss_and_hits(
         self, tokens_BT: Tensor, targets_BA: Tensor, positions_BA: Tensor | None = None
     ) -> tuple[Tensor, Tensor]:
-        logits_BAV = linear(self._hidden_at(tokens_BT, positions_BA), self.output_weight).float()
+        return self._loss_and_hits(self._hidden_at(positions_BA, tokens_BT), targets_BA)
+
+    def _loss_and_hits(self, x_BAD: Tensor, targets_BA: Tensor) -> tuple[Tensor, Tensor]:
+        logits_BAV = linear(x_BAD, self.output_weight).float()
         losses_BA = F.cross_entropy(logits_BAV.transpose(1, 2), targets_BA, reduction="none")
         return losses_BA, logits_BAV.argmax(-1) == targets_BA
 
-    def _hidden_at(self, tokens_BT: Tensor, positions_BA: Tensor | None) -> Tensor:
+    def _hidden_at(self, positions_BA: Tensor | None, *inputs: Tensor) -> Tensor:
         """Return x_BAD at the given positions, or at all without any."""
-        x_BTD = self.hidden(tokens_BT)
+        x_BTD: Tensor = self.hidden(*inputs)  # type: ignore[arg-type]  # of a subclass
         if positions_BA is None:
             return x_BTD
         return x_BTD.gather(1, positions_BA[..., None].expand(-1, -1, x_BTD.shape[-1]))
@@ -179,13 +235,14 @@ class GPT(Model):
         return F.log_softmax(linear(x_PD, self.output_weight).float(), dim=-1)
 
 
-def _empty_embedding(rows: int, width: int) -> nn.Embedding:
+def empty_embedding(rows: int, width: int) -> nn.Embedding:
     """Return an embedding without torch's slow initialization."""
     table: nn.Embedding = nn.Embedding.from_pretrained(torch.empty(rows, width), freeze=False)
     return table
 
 
-def _norm(config: ModelConfig) -> nn.Module:
+def make_norm(config: ModelConfig) -> nn.Module:
+    """Return the norm before a sublayer."""
     if config.norm == "none":
         return nn.Identity()
     return nn.LayerNorm(config.d_model, bias=config.bias)

@@ -64,8 +64,15 @@ _MOST_SHOWN = 4  # runs that an ambiguous name is said to match
 EXIT_CODES = {"done": 0, "failed": 1, "diverged": 3}  # by the status in result.json
 
 
-# Keys of the model that are younger than the ids, with the values that every earlier run had.
-_EARLIER = {"tied": True, "embedding_width": None}
+# Keys that are younger than the ids, with the values that every earlier run had.
+_EARLIER = {
+    "model.tied": True,
+    "model.embedding_width": None,
+    "model.form": "decoder",
+    "model.encoder_layers": None,
+    "model.source": None,
+    "variant.sites": "all",
+}
 
 
 def identity(
@@ -87,8 +94,9 @@ def identity(
         section, _, leaf = name.rpartition(".")
         (frozen.setdefault(section, {}) if section else frozen)[leaf] = values[name]
     for name, default in _EARLIER.items():
-        if frozen["model"][name] == default:
-            del frozen["model"][name]
+        section, _, leaf = name.partition(".")
+        if frozen[section][leaf] == default:
+            del frozen[section][leaf]
     if config.train.evaluate_test:  # changes no number
         del frozen["train"]["evaluate_test"]
     if config.init_from.run is None:

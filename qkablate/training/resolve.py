@@ -33,7 +33,7 @@ class RunPlan:
     data: Data
     identity: dict[str, Any]
     run: Run
-    attention: Attention  # the first layer, without values
+    attention: Attention  # the first layer with the variant, without values
     params: dict[str, int]
     flops_per_token: float  # of training: forward and backward
 
@@ -74,19 +74,19 @@ def plan_run(
             checkpoint.bytes_needed(total) + predictions.bytes_needed(config),
         )
     if data is None:
-        data = open_data(config.data, config.model.context)
+        data = open_data(config.data, config.model)
     data.check_context(config.model.context)
     model = build_empty_model(config, data.vocabulary)
     if parent is not None:
         check_parent(parent, config, model, data.fingerprint)
-    attention = model.attention_layers()[0].module
+    attention = model.variant_layer().module
     config = resolve_lr(config, attention)
     frozen = identity(
         config,
         data_fingerprint=data.fingerprint,
         vocabulary=data.vocabulary,
         device=config.device.partition(":")[0],
-        kernel=attention.kernel,
+        kernel=model.kernel,
         circuits_from_outside=hashes,
     )
     return RunPlan(

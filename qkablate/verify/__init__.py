@@ -106,7 +106,7 @@ def record_inputs(model: Model, length: int, seed: int) -> tuple[list[Attention]
     """Return the self-attention layers of a model, and their inputs for random tokens."""
     tokens_BT = torch.randint(model.vocabulary, (2, length), generator=_generator(seed, "tokens"))
     with torch.no_grad():
-        inputs = [item for item in model.attention_inputs(tokens_BT) if item[0].role == "self"]
+        inputs = [item for item in model.attention_inputs(tokens_BT) if item[0].is_self]
     return [layer.module for layer, _ in inputs], [streams[0] for _, streams in inputs]
 
 

@@ -15,7 +15,7 @@ import numpy as np
 from qkablate.analysis.study.study import Entry
 from qkablate.config import Config
 from qkablate.data import tokenizers
-from qkablate.data.tasks import TASKS
+from qkablate.data import TASKS, open_task
 from qkablate.data.tokenizers import Tokenizer
 from qkablate.disk import read_file
 from qkablate.errors import UserError, sanitize
@@ -83,7 +83,7 @@ def decode_tokens(ids: list[int], config: Config, folder: Path) -> tuple[tuple[s
     path = folder / "tokenizer.json"
     try:
         if config.data.source in TASKS:
-            task = TASKS[config.data.source](config.data, config.model.context)
+            task = open_task(config.data, config.model)
             return tuple(task.format_token(id) for id in ids), " "
         status = path.lstat()
         if stat.S_ISREG(status.st_mode) and status.st_size <= _MAX_BYTES:

@@ -177,7 +177,8 @@ class StaticScores(Uniform):
     def __init__(self, spec: Spec) -> None:
         super().__init__(spec)
         assert spec.context is not None
-        self.table = nn.Parameter(torch.empty(spec.heads, spec.context, spec.context))
+        keys = spec.source or spec.context
+        self.table = nn.Parameter(torch.empty(spec.heads, spec.context, keys))
         moved = spec.heads * spec.context * math.sqrt(spec.d_head)
         speed = 2 * math.sqrt(2) * spec.d_model**2 * spec.projection_std
         self.lr_multiplier = speed / moved
@@ -187,8 +188,7 @@ class StaticScores(Uniform):
             self.table.mul_(self.spec.score_std / self.spec.sigma)
 
     def score_bias(self, first: int, queries: int, keys: int) -> Tensor | None:
-        context = self.table.shape[-1]
-        if max(first + queries, keys) > context:
-            needed = max(first + queries, keys)
-            raise ValueError(f"static_scores has {context} positions, not {needed}")
+        for needed, available in zip((first + queries, keys), self.table.shape[1:], strict=True):
+            if needed > available:
+                raise ValueError(f"static_scores has {available} positions, not {needed}")
         return self.table[:, first : first + queries, :keys]

@@ -10,7 +10,7 @@ import functools
 import hashlib
 from collections.abc import Iterator
 from dataclasses import dataclass, field
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import numpy as np
 
@@ -34,13 +34,15 @@ class Examples:
     positions_NA: np.ndarray | None = None  # None: every position has a target
     slices: dict[str, np.ndarray] = field(default_factory=dict)  # of each target, by name
     guessed_NA: np.ndarray | None = None  # targets that nothing determines; None: none
+    sources_NS: np.ndarray | None = None  # of pairs, what an encoder reads
 
     def batch(self, rows: slice | np.ndarray) -> Batch:
         import torch
 
         positions_NA, shape = self.positions_NA, self.targets_NA.shape
+        read = [part for part in (self.sources_NS, self.tokens_NT) if part is not None]
         return Batch(
-            (torch.from_numpy(self.tokens_NT[rows]),),
+            tuple(torch.from_numpy(part[rows]) for part in read),
             torch.from_numpy(self.targets_NA[rows]),
             None if positions_NA is None else torch.from_numpy(positions_NA[rows]),
             {name: np.broadcast_to(part, shape)[rows] for name, part in self.slices.items()},
@@ -54,12 +56,19 @@ class Task:
     name: ClassVar[str]
     summary: ClassVar[str]  # one line
     difficulty: ClassVar[str]  # the keys that make it harder
+    has_pairs: ClassVar[bool] = False  # of source and target, for an encoder to read
     slice_labels: ClassVar[tuple[str, ...]] = ()  # by index, where an index is not a number
     tokenizer = None  # the tokens are not text
     chance: float  # accuracy of the best guess that does not depend on the sequence
 
-    def __init__(self, config: DataConfig, context: int) -> None:
-        self.config, self.length = config, context
+    def __init__(
+        self, config: DataConfig, context: int, *, form: str = "decoder", source: int = 0
+    ) -> None:
+        """Prepare sequences of `context` tokens, or pairs for another form than decoder.
+
+        The source of a pair has up to `source` tokens.
+        """
+        self.config, self.length, self.form, self.source = config, context, form, source
         counts = {"val": config.val_tokens, "test": config.test_tokens}
         for split, tokens in counts.items():
             if tokens > MAX_TOKENS:
@@ -86,6 +95,46 @@ class Task:
         """Return a token as people read it."""
         raise NotImplementedError
 
+    def join(
+        self, source_NS: np.ndarray, answer_NA: np.ndarray, marker: int, **rest: Any
+    ) -> Examples:
+        """Return pairs as the model reads them: one sequence, two, or the source alone.
+
+        The marker precedes the answer. An encoder alone answers at the positions of its source.
+        """
+        if self.form == "encoder":
+            return Examples(source_NS, answer_NA, **rest)
+        marker_N1 = np.full((len(answer_NA), 1), marker)
+        known_NA = np.concatenate([marker_N1, answer_NA[:, :-1]], axis=1)
+        if self.form == "encoder_decoder":
+            return Examples(known_NA, answer_NA, sources_NS=source_NS, **rest)
+        first, answers = source_NS.shape[1], answer_NA.shape[1]
+        positions_NA = np.tile(np.arange(first, first + answers), (len(answer_NA), 1))
+        tokens_NT = np.concatenate([source_NS, known_NA], axis=1)
+        return Examples(tokens_NT, answer_NA, positions_NA, **rest)
+
+    def check_lengths(self, key: str, answers: int) -> None:
+        """Check that an answer of `data.<key>` tokens to a source as long fits the model."""
+        if self.form == "decoder":
+            if 2 * answers > self.length:
+                raise self.error(
+                    key,
+                    answers,
+                    f"tokens and their answer do not fit into model.context={self.length};"
+                    f" the maximum is {self.length // 2}",
+                )
+            return
+        if answers != self.length:
+            raise ImpossibleConfig(
+                f"model.context: {self.length} given, but an answer of data={self.name} has"
+                f" data.{key}={answers} tokens; model.context={answers}"
+            )
+        if answers > self.source:
+            raise ImpossibleConfig(
+                f"model.source: {self.source} is shorter than the data.{key}={answers} tokens that"
+                f" a source of data={self.name} holds"
+            )
+
     # Used by training.
 
     @property
@@ -93,9 +142,10 @@ class Task:
         keys = (key for key in DATA_KEYS[self.name] if not key.endswith("_tokens"))
         settings = [f"{key} {getattr(self.config, key)}" for key in keys]
         counts = self._counts
+        source = f"{self.source} to " if self.form == "encoder_decoder" else ""
         return (
-            f"{self.name}, {', '.join(settings)}, length {self.length}: {counts['val']:,} sequences"
-            f" to validate, {counts['test']:,} to test"
+            f"{self.name}, {', '.join(settings)}, length {source}{self.length}:"
+            f" {counts['val']:,} sequences to validate, {counts['test']:,} to test"
         )
 
     @functools.cached_property
@@ -107,7 +157,10 @@ class Task:
         for examples in (first, self._split("val"), self._split("test")):
             for part in (examples.tokens_NT, examples.targets_NA, examples.positions_NA):
                 digest.update(b"" if part is None else part.tobytes())
-        return hash_json([FORMAT, self.name, settings, self.length, digest.hexdigest()])
+            if examples.sources_NS is not None:
+                digest.update(examples.sources_NS.tobytes())
+        pairs = [] if self.form == "decoder" else [self.form]
+        return hash_json([FORMAT, self.name, settings, self.length, digest.hexdigest(), *pairs])
 
     @functools.cached_property
     def answer_fraction(self) -> float:

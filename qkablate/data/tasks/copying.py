@@ -1,4 +1,6 @@
-"""Selective copying (Gu & Dao 2023), forwards and backwards."""
+"""Selective copying (Gu & Dao 2023), forwards, backwards and in order of the symbols."""
+
+import math
 
 import numpy as np
 
@@ -10,42 +12,46 @@ class Copy(Task):
 
     `data.copy_length` tokens are at random positions among noise. After the marker > they are to be
     repeated in order. Tokens may occur twice, so the last one does not always determine the next.
+    As a pair, what stands before the marker is the source, without noise if it is as short.
     """
 
     name = "copy"
     summary = "selective copying: repeat the tokens among noise, in order"
     difficulty = "data.copy_length, model.context"
-    step = 1
+    has_pairs = True
 
     def setup(self) -> int:
-        size, copy_length = self.setting("vocab_size"), self.setting("copy_length")
-        if 2 * copy_length > self.length:
-            raise self.error(
-                "copy_length",
-                copy_length,
-                f"tokens and their copy do not fit into model.context={self.length};"
-                f" the maximum is {self.length // 2}",
-            )
-        self._copy_length, self._symbols = copy_length, size
-        self._noise, self._marker, self.chance = size, size + 1, 1 / size
+        size, self._copy_length = self.setting("vocab_size"), self.setting("copy_length")
+        self.check_lengths("copy_length", self._copy_length)
+        self._symbols, self._noise, self._marker = size, size, size + 1
+        self._field = {
+            "decoder": self.length - self._copy_length,
+            "encoder": self.length,
+            "encoder_decoder": self.source,
+        }[self.form]
+        self.chance = self.best_guess()
         return size + 2
 
+    def best_guess(self) -> float:
+        """Return the accuracy of the best guess that does not depend on the source."""
+        return 1 / self._symbols
+
+    def answer(self, source_NP: np.ndarray) -> np.ndarray:
+        """Return the answers to the tokens among the noise."""
+        return source_NP
+
     def generate(self, rng: np.random.Generator, count: int) -> Examples:
-        copy_length, field = self._copy_length, self.length - self._copy_length
+        copy_length, field = self._copy_length, self._field
         source_NP = rng.integers(self._symbols, size=(count, copy_length))
         random_NF = rng.random((count, field))
         positions_NP = np.sort(
             np.argpartition(random_NF, copy_length - 1, axis=1)[:, :copy_length], axis=1
         )
-        tokens_NT = np.full((count, self.length), self._noise)
-        np.put_along_axis(tokens_NT, positions_NP, source_NP, axis=1)
-        copy_NP = np.ascontiguousarray(source_NP[:, :: self.step])
-        tokens_NT[:, field] = self._marker
-        tokens_NT[:, field + 1 :] = copy_NP[:, :-1]
-        answer_NP = np.tile(np.arange(field, self.length), (count, 1))
-        return Examples(
-            tokens_NT, copy_NP, answer_NP, {"position": octave(np.arange(1, copy_length + 1))[None]}
-        )
+        tokens_NF = np.full((count, field), self._noise)
+        np.put_along_axis(tokens_NF, positions_NP, source_NP, axis=1)
+        answer_NP = np.ascontiguousarray(self.answer(source_NP))
+        slices = {"position": octave(np.arange(1, copy_length + 1))[None]}
+        return self.join(tokens_NF, answer_NP, self._marker, slices=slices)
 
     def format_token(self, token: int) -> str:
         return {self._noise: "·", self._marker: ">"}.get(token, f"s{token}")
@@ -56,4 +62,27 @@ class Reverse(Copy):
 
     name = "reverse"
     summary = "selective copying in reverse order"
-    step = -1
+
+    def answer(self, source_NP: np.ndarray) -> np.ndarray:
+        return source_NP[:, ::-1]
+
+
+class Sort(Copy):
+    """Selective copying in ascending order of the symbols: · · c · a · · b > a b c."""
+
+    name = "sort"
+    summary = "selective copying in ascending order of the symbols"
+
+    def answer(self, source_NP: np.ndarray) -> np.ndarray:
+        return np.sort(source_NP, axis=1)
+
+    def best_guess(self) -> float:
+        n, size = self._copy_length, self._symbols
+        below_S = np.arange(size + 1) / size  # P(a symbol is smaller than the s-th)
+        chances = []
+        for rank in range(1, n + 1):  # of the order statistic at each position
+            at_most_S = sum(
+                math.comb(n, k) * below_S**k * (1 - below_S) ** (n - k) for k in range(rank, n + 1)
+            )
+            chances.append(np.diff(at_most_S).max())
+        return float(np.mean(chances))

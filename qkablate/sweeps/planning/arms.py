@@ -47,12 +47,13 @@ class ArmResolver:
         data = self._open_data(config)
         model = build_empty_model(config, data.vocabulary)
         layers = [layer.module for layer in model.attention_layers()]
-        config = resolve_lr(config, layers[0])
+        attention = model.variant_layer().module
+        config = resolve_lr(config, attention)
         facts = {
             "data_fingerprint": data.fingerprint,
             "vocabulary": data.vocabulary,
             "device": config.device.partition(":")[0],
-            "kernel": layers[0].kernel,
+            "kernel": model.kernel,
             "circuits_from_outside": hashes,
         }
         counts = model.parameter_counts()
@@ -69,7 +70,7 @@ class ArmResolver:
             params=counts["total"] - counts["embedding"],
             total_params=counts["total"],
             flops=training_flops_per_token(model, batch_tokens, data.answer_fraction),
-            matched_lr=layers[0].matched_lr,
+            matched_lr=attention.matched_lr,
             kv_cache_numbers=sum(layer.cached_per_token for layer in layers),
         )
 
@@ -77,7 +78,7 @@ class ArmResolver:
         key = run_id({"data": vars(config.data), "context": config.model.context})
         if key not in self._data:
             check_available(config.data)
-            data = open_data(config.data, config.model.context)
+            data = open_data(config.data, config.model)
             data.check_context(config.model.context)
             self._data[key] = data
         return self._data[key]

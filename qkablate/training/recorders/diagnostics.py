@@ -13,7 +13,7 @@ from torch import Tensor
 
 from qkablate.attention import Attention
 from qkablate.config import Config, DataConfig, check
-from qkablate.data import TASKS, Data, corpus
+from qkablate.data import TASKS, Data, corpus, open_task
 from qkablate.diagnostics import DiagnosticPanel, attention_weights
 from qkablate.diagnostics.panel import LENGTH, TOKENS
 from qkablate.errors import UserError, print_stderr
@@ -33,7 +33,7 @@ def make_panel(plan: RunPlan, model: Model) -> DiagnosticPanel:
     config = plan.config
     return DiagnosticPanel(
         model,
-        validation_tokens(plan.data, config.model.context).to(config.device),
+        *(t.to(config.device) for t in validation_inputs(plan.data, config.model.context)),
         starts=initial_layers(model, config, plan.run.start),
         autocast=lambda: hardware.autocast(config),
     )
@@ -43,9 +43,9 @@ def record_attention(plan: RunPlan, write: Callable[..., None], model: Model, st
     """Write the attention of a model on one text after `step` steps; draws no random numbers."""
     config, shape = plan.config, plan.config.model
     length = attention_map.token_count(shape.layers, shape.heads, shape.context)
-    if not length:
+    if not length or shape.form == "encoder_decoder":  # which has maps of three shapes
         return
-    tokens_T = validation_tokens(plan.data, shape.context)[0, :length]
+    tokens_T = validation_inputs(plan.data, shape.context)[0][0, :length]
     training = model.training
     model.eval()
     try:
@@ -60,12 +60,12 @@ def record_attention(plan: RunPlan, write: Callable[..., None], model: Model, st
         write(attention_map.write_attention_map, header, tokens_T.numpy(), a_LHTT)
 
 
-def validation_tokens(data: Data, context: int) -> Tensor:
-    """Return the first windows of the validation split, tokens_NT."""
+def validation_inputs(data: Data, context: int) -> tuple[Tensor, ...]:
+    """Return the first inputs of the validation split: tokens_NT, or a source before them."""
     # Complete windows only: an evaluation batch would be padded.
     count = max(1, min(TOKENS // min(context, LENGTH), (data.tokens["val"] - 1) // context))
     batch = next(iter(data.split_batches("val", batch_size=count, context=context)))
-    return batch.tokens_NT[:, :LENGTH]
+    return tuple(tokens_NT[:, :LENGTH] for tokens_NT in batch.inputs)
 
 
 def initial_layers(model: Model, config: Config, folder: Path) -> Iterator[Attention]:
@@ -97,8 +97,8 @@ def _with_weights(layer: AttentionLayer, weights: dict[str, Tensor]) -> Attentio
     return module
 
 
-def choose_tokens(restored: RestoredRun, cache: str) -> tuple[Tensor, str]:
-    """Return the tokens for the diagnostics of a run on disk, and their description.
+def choose_inputs(restored: RestoredRun, cache: str) -> tuple[tuple[Tensor, ...], str]:
+    """Return the inputs for the diagnostics of a run on disk, and their description.
 
     No path in its folder is read and nothing is prepared: the data is found by its fingerprint in
     the cache; otherwise the tokens are random.
@@ -111,16 +111,15 @@ def choose_tokens(restored: RestoredRun, cache: str) -> tuple[Tensor, str]:
     )
     vocabulary = restored.model.vocabulary
     if data is not None and data.vocabulary == vocabulary and data.tokens["val"] >= context:
-        return validation_tokens(data, context), f"the validation split of {data.name}"
+        return validation_inputs(data, context), f"the validation split of {data.name}"
     print_stderr(
         f"qkablate: the run's data is not prepared in '{folder}': the attention is computed on"
         " random tokens (data.cache=FOLDER names another cache)"
     )
-    length = min(context, LENGTH)
-    tokens = named_generator(0, "mechanism", "tokens").integers(
-        vocabulary, size=(max(1, TOKENS // length), length)
-    )
-    return torch.from_numpy(tokens), "random tokens"
+    rng, rows = named_generator(0, "mechanism", "tokens"), max(1, TOKENS // min(context, LENGTH))
+    lengths = restored.model.input_lengths()
+    inputs = [rng.integers(vocabulary, size=(rows, min(length, LENGTH))) for length in lengths]
+    return tuple(map(torch.from_numpy, inputs)), "random tokens"
 
 
 def _find_task(config: Config, fingerprint: str) -> Data | None:
@@ -131,7 +130,7 @@ def _find_task(config: Config, fingerprint: str) -> Data | None:
         return None
     try:
         check(Config(data=data))
-        task = TASKS[data.source](data, config.model.context)
+        task = open_task(data, config.model)
         return task if task.fingerprint == fingerprint else None
     except UserError:
         return None

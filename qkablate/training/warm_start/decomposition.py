@@ -198,10 +198,10 @@ def _open_parent_data(parent: RestoredRun, config: Config, set_keys: Collection[
 
     No path or name in the parent's folder is read; the user has to give it.
     """
-    data, context = config.data, config.model.context
+    data, model = config.data, config.model
     check(Config(data=data))
     if data.source in TASKS:
-        return open_data(data, context)
+        return open_data(data, model)
     sources = [key for key in _SOURCES if getattr(data, key) is not None]
     if not all(f"data.{key}" in set_keys for key in sources) or not sources:
         cache = corpus.cache_dir(data)
@@ -215,7 +215,7 @@ def _open_parent_data(parent: RestoredRun, config: Config, set_keys: Collection[
                 f" data.cache=FOLDER or, to read what its config names, {words}"
             )
     corpus.check_available(data)
-    return open_data(data, context)
+    return open_data(data, model)
 
 
 def _format_sources(data: DataConfig) -> str:

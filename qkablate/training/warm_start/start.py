@@ -85,8 +85,8 @@ def check_parent(parent: RestoredRun, config: Config, model: Model, data_fingerp
             )
     if parent.identity["data_fingerprint"] != data_fingerprint:
         raise UserError(f"init_from.run: '{name}' was trained on other data; give its data keys")
-    source = parent.model.attention_layers()[0].module  # all layers have the same form
-    if reason := find_obstacle(source, model.attention_layers()[0].module):
+    source = parent.model.variant_layer().module
+    if reason := find_obstacle(source, model.variant_layer().module):
         possible = ", ".join(word for word in variants() if _can_hold(source, config, word))
         choice = f"possible: {possible}" if possible else "only its own variant is possible"
         raise UserError(

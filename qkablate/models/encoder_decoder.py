@@ -1,0 +1,133 @@
+"""Encoder and decoder, joined by cross-attention: a model that translates.
+
+Shape suffixes: B batch, T context, S source, A answers, P positions, D d_model, V vocabulary.
+"""
+
+from collections.abc import Iterator
+from functools import partial
+from typing import Unpack
+
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from qkablate.attention import Cache
+from qkablate.attention.kernels.dispatch import KernelOptions
+from qkablate.attention.kernels.matmul import linear
+from qkablate.config import ModelConfig, VariantConfig
+from qkablate.models.base import AttentionLayer
+from qkablate.models.catalogue import encoder_layers, make_attention
+from qkablate.models.gpt import GPT, Block, empty_embedding, make_norm
+
+
+class EncoderDecoder(GPT):
+    """A GPT whose blocks also attend to the output of an encoder (Vaswani et al., 2017).
+
+    Both stacks share the token embedding and have position tables of their own. The encoder's
+    output is normalized once, so that all layers read the same source.
+    """
+
+    def __init__(
+        self,
+        config: ModelConfig,
+        variant: VariantConfig,
+        vocabulary: int,
+        **options: Unpack[KernelOptions],
+    ) -> None:
+        super().__init__(config, variant, vocabulary, **options)
+        self.source_position_embedding = None
+        if config.position == "learned":
+            source = config.source or config.context
+            self.source_position_embedding = empty_embedding(source, config.d_model)
+        attention = partial(make_attention, config, variant, "encoder", **options)
+        self.encoder = nn.ModuleList(
+            Block(config, attention(), causal=False) for _ in range(encoder_layers(config))
+        )
+        self.encoder_norm = make_norm(config)
+
+    def input_lengths(self) -> tuple[int, ...]:
+        return (self.config.source or self.config.context, self.config.context)
+
+    def encode(self, source_BS: Tensor) -> Tensor:
+        """Return the encoder's output, y_BSD."""
+        y_BSD: Tensor = self.encoder_norm(self._run(self.encoder, self._embed_source(source_BS)))
+        return y_BSD
+
+    def _embed_source(self, source_BS: Tensor) -> Tensor:
+        return self._embed(source_BS, table=self.source_position_embedding)
+
+    def forward(  # type: ignore[override]
+        self, source_BS: Tensor, tokens_BT: Tensor, caches: list[Cache] | None = None
+    ) -> Tensor:
+        """Return the logits of the next token of the target, logits_BTV."""
+        return linear(self.hidden(source_BS, tokens_BT, caches), self.output_weight)
+
+    def hidden(  # type: ignore[override]
+        self, source_BS: Tensor, tokens_BT: Tensor, caches: list[Cache] | None = None
+    ) -> Tensor:
+        return self.decode(self.encode(source_BS), tokens_BT, caches)
+
+    def decode(self, y_BSD: Tensor, tokens_BT: Tensor, caches: list[Cache] | None = None) -> Tensor:
+        """Return the input of the output projection for a source that is encoded already."""
+        x_BTD = self._embed(tokens_BT, caches[0].length if caches else 0)
+        return self._to_output(self._run(self.blocks, x_BTD, caches, y_BSD))
+
+    def attention_layers(self) -> list[AttentionLayer]:
+        layers = [
+            AttentionLayer(f"encoder.{i}.attention", "encoder", block.attention)
+            for i, block in enumerate(_blocks(self.encoder))
+        ]
+        for i, block in enumerate(_blocks(self.blocks)):
+            assert block.cross_attention is not None
+            layers.append(AttentionLayer(f"blocks.{i}.attention", "decoder", block.attention))
+            name = f"blocks.{i}.cross_attention"
+            layers.append(AttentionLayer(name, "cross", block.cross_attention))
+        return layers
+
+    def attention_inputs(
+        self, *inputs: Tensor
+    ) -> Iterator[tuple[AttentionLayer, tuple[Tensor, ...]]]:
+        source_BS, tokens_BT = inputs
+        layers = iter(self.attention_layers())
+        x_BSD = self._embed_source(source_BS)
+        for block in _blocks(self.encoder):
+            yield next(layers), (block.norm_1(x_BSD),)
+            x_BSD = block(x_BSD)
+        y_BSD, x_BTD = self.encoder_norm(x_BSD), self._embed(tokens_BT)
+        for block in _blocks(self.blocks):
+            assert block.norm_cross is not None
+            yield next(layers), (block.norm_1(x_BTD),)
+            yield next(layers), (block.norm_cross(block.attend_to_self(x_BTD)), y_BSD)
+            x_BTD = block(x_BTD, None, y_BSD)
+
+    def sharding_units(self) -> list[Block]:
+        return [*_blocks(self.encoder), *_blocks(self.blocks)]
+
+    def loss(  # type: ignore[override]
+        self,
+        source_BS: Tensor,
+        tokens_BT: Tensor,
+        targets_BA: Tensor,
+        positions_BA: Tensor | None = None,
+        reduction: str = "mean",
+    ) -> Tensor:
+        x_BAD = self._hidden_at(positions_BA, source_BS, tokens_BT)
+        return self._loss(x_BAD, targets_BA, reduction)
+
+    def loss_and_hits(  # type: ignore[override]
+        self,
+        source_BS: Tensor,
+        tokens_BT: Tensor,
+        targets_BA: Tensor,
+        positions_BA: Tensor | None = None,
+    ) -> tuple[Tensor, Tensor]:
+        return self._loss_and_hits(self._hidden_at(positions_BA, source_BS, tokens_BT), targets_BA)
+
+    def log_probabilities(  # type: ignore[override]
+        self, source_BS: Tensor, tokens_BT: Tensor, rows_P: Tensor, columns_P: Tensor
+    ) -> Tensor:
+        x_PD = self.hidden(source_BS, tokens_BT)[rows_P, columns_P]
+        return F.log_softmax(linear(x_PD, self.output_weight).float(), dim=-1)
+
+
+def _blocks(stack: nn.ModuleList) -> list[Block]:
+    return [block for block in stack if isinstance(block, Block)]
