@@ -14,8 +14,7 @@ import numpy as np
 
 from qkablate.analysis.study.study import Entry
 from qkablate.config import Config
-from qkablate.data import tokenizers
-from qkablate.data import TASKS, open_task
+from qkablate.data import TASKS, open_task, tokenizers
 from qkablate.data.tokenizers import Tokenizer
 from qkablate.disk import read_file
 from qkablate.errors import UserError, sanitize
