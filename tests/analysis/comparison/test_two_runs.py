@@ -25,7 +25,7 @@ RESULT = {
     "id": "one",
     "status": "done",
     "loss": {"train": 2.0, "val": 2.25, "test": 2.5},
-    "params": {"total": 1000},
+    "params": {"total": 1000, "embedding": 200},
     "flops_per_token": 5000,
     "tokens": 384,
     "seconds": 1.5,
@@ -69,13 +69,15 @@ def check_json(comparison):
 def test_two_arms_of_one_seed_are_a_pair(make):
     config = CONFIG.replace("name: standard, qk: separate", "name: no_q, qk: no_q")
     config = config.replace("id: one", "id: two").replace("threads: 1", "threads: 2")
-    result = {**other_losses(test=2.75, val=2.5), "params": {"total": 900}, "seconds": 3.0}
+    result = {**other_losses(test=2.75, val=2.5), "seconds": 3.0}
+    result["params"] = {"total": 900, "embedding": 150}
     comparison = check_json(compare_runs(make("no_q", config, result), make("standard")))
     assert comparison.runs == ("no_q", "standard")
     assert comparison.status == ("done", "done")
     assert comparison.gap == {"train": 0.0, "val": 0.25, "test": 0.25}
     assert comparison.perplexity_percent["test"] == pytest.approx(100 * (math.exp(0.25) - 1))
-    assert comparison.params == (900, 1000)
+    assert comparison.params == (750, 800)
+    assert comparison.total_params == (900, 1000)
     assert comparison.seconds == (3.0, 1.5)
     assert comparison.differ == {
         "variant.name": ("no_q", "standard"),
@@ -159,7 +161,7 @@ def test_run_without_a_result_has_no_gap(make, result):
     )
     assert comparison.status == ("no result", "done")
     assert comparison.gap == comparison.perplexity_percent == {}
-    assert comparison.params == (None, 1000)
+    assert comparison.params == (None, 800)
 
 
 @pytest.mark.parametrize("status", ["failed", "diverged"])
