@@ -151,8 +151,9 @@ def _sizes(result: Mapping[str, object]) -> Both:
     """Return the number of parameters without and with embeddings."""
     counts = as_dict(result.get("params"))
     total, embedding = counts.get("total"), counts.get("embedding")
-    is_known = is_number(total) and is_number(embedding)
-    return total - embedding if is_known else None, total
+    if is_number(total) and is_number(embedding):
+        return total - embedding, total
+    return None, total
 
 
 def _differences(

@@ -5,7 +5,7 @@ from collections import Counter
 from qkablate.analysis.claims.judgement import PartJudgement
 from qkablate.analysis.claims.measures import Unit
 from qkablate.analysis.comparison.audit import AuditCheck
-from qkablate.analysis.comparison.decision import Decision, RateScope, Verdict
+from qkablate.analysis.comparison.decision import BEFORE_ATTENTION, Decision, RateScope, Verdict
 from qkablate.analysis.comparison.summary import GapSummary
 from qkablate.report.section import Section, format_n
 from qkablate.report.text.numbers import (
@@ -38,8 +38,10 @@ def summarize(section: Section) -> list[str]:
         return [f"{_format_progress(section)}There is no completed pair of runs to compare yet."]
     if all(gap.n < 2 and not gap.decision.is_divergence for gap in measured):
         gaps = [f"{g.arm} is {format_nats(g.mean or 0.0)} nats from {g.baseline}" for g in measured]
+        behind = _describe_baselines(section, measured)
         return [
-            f"{_format_progress(section)}With one seed, {format_list(gaps, 3)}.",
+            f"{_format_progress(section)}With one seed, {format_list(gaps, 3)}"
+            f"{f'; {behind}' if behind else ''}.",
             "A single pair cannot separate a difference from chance; run more seeds to estimate the"
             " seed-to-seed spread.",
         ]
@@ -137,8 +139,31 @@ def _summarize_gaps(
     nats = measured[0].margin and f"{measured[0].margin.nats:g} nats"
     parts = [_PHRASES[word].format(_join(own), margin=nats) for word, own in names.items() if own]
     text = f"{compared} with {baselines} on the same data and seeds, {'; '.join(parts)}"
-    scopes = {scope for gap in measured for scope in gap.scopes} - {RateScope.SIGN_DEPENDS}
-    return f"{text}; this holds {_join(sorted(scopes))}" if scopes else text
+    decided = [gap for gap in measured if gap.is_decided]
+    scopes = {scope for gap in decided for scope in gap.scopes} - {RateScope.SIGN_DEPENDS}
+    text += f"; this holds {_join(sorted(scopes))}" if scopes else ""
+    if behind := _describe_baselines(section, measured):
+        text += f"{':' if BEFORE_ATTENTION in scopes else ';'} {behind}"
+    return text
+
+
+def _describe_baselines(section: Section, gaps: list[GapSummary]) -> str:
+    """Name the baselines that attention has not helped yet.
+
+    The floor is named beside "worse" alone: otherwise the experiment could not tell, which is said.
+    """
+    behind = {
+        "beat the best n-gram": [gap for gap in gaps if gap.before_attention],
+        "clearly beat `uniform`": [
+            gap for gap in gaps if gap.at_floor and gap.decision == Decision.WORSE
+        ],
+    }
+    texts = []
+    for what, found in behind.items():
+        names = sorted({section.entries[gap.baseline].arm.variant for gap in found})
+        if names:
+            texts.append(f"{_join(names)} {'does' if len(names) == 1 else 'do'} not {what}")
+    return " and ".join(texts)
 
 
 # In order of precedence: a difference found at one size is reported, whatever the other sizes show.
@@ -196,9 +221,9 @@ def _format_power(measured: list[GapSummary]) -> str:
 
 
 def _format_warnings(checks: list[AuditCheck]) -> str:
-    """Format the names of audit warnings; missing runs and n-grams are reported elsewhere."""
+    """Format the names of audit warnings; what no gap comes from is reported elsewhere."""
     names = {check.name for check in checks if check.is_warning}
-    text = ", ".join(sorted(names - {"runs", "pairs", "n-grams"}))
+    text = ", ".join(sorted(names - {"runs", "pairs", "n-grams", "floor"}))
     return f"; the audit warns of other possible causes: {text}" if text else ""
 
 
