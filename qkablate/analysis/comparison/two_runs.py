@@ -22,6 +22,7 @@ from qkablate.runs.run import find_run, find_runs
 _LIKE = ["data_fingerprint", "precision", "matmul", "device", "kernel", "threads", "code"]
 _LIKE += ["torch", "cpu"]
 Both = tuple[Any, Any]  # a value of each run
+_RATES = ("between", "matched", "same")  # names of variant.lr, the default first
 
 
 @dataclass(frozen=True)
@@ -113,7 +114,12 @@ def propose_sweep(first: Path, second: Path) -> list[str] | None:
     by_folder = {record.folder: record for record in study.all_records}
     if study.unread or len(by_folder) < 2:
         return None
-    settings, others = (_settings(study, by_folder[folder]) for folder in (first, second))
+    records = [by_folder[folder] for folder in (first, second)]
+    settings, others = (_settings(study, record) for record in records)
+    # A rate of the circuit that has a name is another number in each variant.
+    named = [name for name in _RATES if all(name in _rate_names(record) for record in records)]
+    for values in (settings, others) if named else ():
+        values["variant.lr"] = named[0]
     differ = _differences(settings, others, {**settings, **others})
     if len(differ) > 2 or any(None in values for values in differ.values()):
         return None
@@ -130,14 +136,18 @@ def propose_sweep(first: Path, second: Path) -> list[str] | None:
 
 
 def _settings(study: Study, record: Record) -> dict[str, str]:
-    """Return the settings that repeat a run, without its seeds; a rate of its circuit by name."""
+    """Return the settings that repeat a run, without its seeds."""
     pairs = (word.partition("=") for word in study.overrides_of(record.run))
-    values = {key: value for key, _, value in pairs if _is_repeated(key)}
+    return {key: value for key, _, value in pairs if _is_repeated(key)}
+
+
+def _rate_names(record: Record) -> list[str]:
+    """Return the names that the learning rate of a run's circuit has in its variant."""
     factor, matched = (record.facts["lr"].get(key) for key in ("factor", "matched"))
-    # `between`, the default, is another number in each variant.
-    if is_number(factor) and is_number(matched) and math.isclose(factor, math.sqrt(matched)):
-        values.pop("variant.lr", None)
-    return values
+    if not (is_number(factor) and is_number(matched) and matched > 0):
+        return []
+    rates = zip(_RATES, (math.sqrt(matched), matched, 1.0), strict=True)
+    return [name for name, rate in rates if math.isclose(factor, rate)]
 
 
 def _is_repeated(key: str) -> bool:

@@ -211,19 +211,21 @@ def _format_power(measured: list[GapSummary]) -> str:
     """Format sample sizes, smallest detectable effects and audit warnings."""
     text = f"This is based on {format_n([gap.n for gap in measured])} pairs of runs per arm"
     effects = [gap.detectable for gap in measured if gap.detectable is not None]
+    has_none = any(gap.decision == Decision.NO_DIFFERENCE_FOUND for gap in measured)
     if effects:
         low, high = (f"{value:.2g}" for value in (min(effects), max(effects)))
         sizes = f"{low} nats" if low == high else f"{low} to {high} nats (by arm)"
         text += f", which detect a true gap of {sizes} with 80 % power"
-        if any(gap.decision == Decision.NO_DIFFERENCE_FOUND for gap in measured):
-            text += "; “no difference found” does not mean equal"
-    return f"{text}{_format_warnings([check for gap in measured for check in gap.audit])}."
+        text += "; “no difference found” does not mean equal" * has_none
+    # A difference that was found needs no floor.
+    checks = [c for gap in measured for c in gap.audit if has_none or c.name != "floor"]
+    return f"{text}{_format_warnings(checks)}."
 
 
 def _format_warnings(checks: list[AuditCheck]) -> str:
-    """Format the names of audit warnings; what no gap comes from is reported elsewhere."""
+    """Format the names of audit warnings; missing runs and n-grams are reported elsewhere."""
     names = {check.name for check in checks if check.is_warning}
-    text = ", ".join(sorted(names - {"runs", "pairs", "n-grams", "floor"}))
+    text = ", ".join(sorted(names - {"runs", "pairs", "n-grams"}))
     return f"; the audit warns of other possible causes: {text}" if text else ""
 
 
