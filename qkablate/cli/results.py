@@ -99,8 +99,8 @@ def main(argv: list[str]) -> int:
         )
     ((kind, folders),) = sources
 
-    from qkablate.analysis.comparison.next_sweep import propose_next_sweep
     from qkablate.analysis.comparison.ranking import read_times
+    from qkablate.analysis.next_sweep import propose_next_sweep
     from qkablate.analysis.study.standalone_runs import read_standalone_runs
     from qkablate.analysis.study.study import read_study
     from qkablate.report.section import Section

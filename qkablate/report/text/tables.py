@@ -107,7 +107,7 @@ def describe_verdicts(gaps: list[GapSummary]) -> list[str]:
     for gap in gaps:
         if not gap.verdict.startswith(short := gap.short_verdict):
             arms.setdefault(f"{short}: {gap.verdict}", []).append(gap.arm)
-        elif gap.verdict != short:
+        elif gap.is_decided and gap.verdict != short:  # the audit warns of too few pairs
             arms.setdefault(gap.verdict, []).append(gap.arm)
     return [f"{text}: {format_list(own)}" if len(gaps) > 1 else text for text, own in arms.items()]
 

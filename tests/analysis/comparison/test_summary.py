@@ -195,7 +195,9 @@ def test_margin_adds_equivalence_to_the_table(cached_world, gap, says):
 
 def test_one_seed_is_a_number_in_the_table(cached_world):
     world = cached_world(THREE, "seed=7").finish(loss_of)
-    rows = make_tables(describe_study(world.study()))[1].rows
+    table = make_tables(describe_study(world.study()))[1]
+    rows = table.rows
+    assert sum("too few" in note for note in table.notes) == 1  # the audit's
     assert {(row[2], row[3], row[4], row[5], row[8]) for row in rows} == {
         ("–", "too few pairs", "–", "1", "–")
     }

@@ -4,8 +4,8 @@ import random
 
 import pytest
 
-from qkablate.analysis.comparison.next_sweep import propose_next_sweep
 from qkablate.analysis.comparison.summary import describe_study
+from qkablate.analysis.next_sweep import propose_next_sweep
 
 
 def proposed(world, loss):
