@@ -121,7 +121,7 @@ def _print_nothing(words: list[str], runs: list[RunSummary], out: str) -> None:
         for part in (name, name.rpartition("-")[0], name.split("-")[0])
     }
     for run in runs:
-        known |= {f"{key}={run.get(full)}" for key, full in _KEYS.items()}
+        known |= {f"{key}={run.get(_KEYS[key])}" for key in ("variant", "data")}
     if words:
         hints = [nearest_hint(word, known) for word in words if word not in known]
         text += f"; none fits {' '.join(words)}{next(filter(None, hints), '')}"
