@@ -71,7 +71,7 @@ PARSER.option(
     " detected does not show equality",
     margin,
 )
-PARSER.switch("--all", "show the tables of all details before the verdicts")
+PARSER.switch("--all", "show the tables of all details, in place of that of the verdicts")
 PARSER.option("--format", "|".join(FORMATS), "output format", one_of(FORMATS))
 PARSER.switch("--json", "the same as --format json")
 PARSER.option(
@@ -100,6 +100,7 @@ def main(argv: list[str]) -> int:
     ((kind, folders),) = sources
 
     from qkablate.analysis.comparison.ranking import read_times
+    from qkablate.analysis.next_sweep import propose_next_sweep
     from qkablate.analysis.study.standalone_runs import read_standalone_runs
     from qkablate.analysis.study.study import read_study
     from qkablate.report.section import Section
@@ -126,9 +127,8 @@ def main(argv: list[str]) -> int:
         elif form == "md":
             print(f"# {study.name}\n\n" + "\n\n".join(map(format_markdown, make_tables(summary))))
         else:
-            # The details come first, so that the answer is last on the screen.
             show_all = args.all or bool(args.times)  # times are asked for their front
-            print_tables([*(make_tables(summary) * show_all), *make_verdict_tables(summary)])
+            print_tables(make_tables(summary) if show_all else make_verdict_tables(summary))
             for line in study.unread:
                 print_text(sanitize(f"\nnot read: {line}"))
             print()
@@ -138,8 +138,8 @@ def main(argv: list[str]) -> int:
             times_file = ["--times", args.times] if args.times else []
             command = ["results", *named, *margin, *times_file]
             more = [*study.resume_commands]
-            if summary.tuning is not None and study.is_complete:
-                more.append([*summary.tuning.command, *study.cli_arguments[1:], "--dry-run"])
+            if study.is_complete and (sweep := propose_next_sweep(study, summary)):
+                more.append([*sweep, *study.cli_arguments[1:], "--dry-run"])
             more += [[*command, "--margin", "0.01"]] if args.margin is None else []
             more += [] if show_all else [[*command, "--all"]]
             print_next_commands(*more, ["report", *named, *margin], [*command, "--json"])
@@ -153,7 +153,7 @@ def print_tables(tables: "list[Table]") -> None:
         print("\n" * bool(number), end="")
         print_heading(sanitize(table.title))
         print()
-        print_table(table.columns, [[*map(sanitize, row)] for row in table.rows], 1, table.wrap)
+        print_table(table.columns, [[*map(sanitize, row)] for row in table.rows])
         for note in table.notes:
             print_text(sanitize(f"  {note}"))
 

@@ -57,6 +57,11 @@ class Gap:
         lead = self.baseline.lead_over_ngrams
         return self.compares_variants and lead is not None and lead <= 0
 
+    @property
+    def is_at_floor(self) -> bool:
+        """True if variants are compared whose baseline does not clearly beat uniform attention."""
+        return self.lead is not None and self.lead <= 0
+
     @cached_property
     def sample(self) -> Sample:
         """Gaps of the pairs; their mean has the uncertainty of both arms' tuning, too."""

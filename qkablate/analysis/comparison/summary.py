@@ -10,6 +10,7 @@ from qkablate.analysis.comparison import lr_curves
 from qkablate.analysis.comparison.audit import AuditCheck, audit, find_limits
 from qkablate.analysis.comparison.curves import CurveSummary, describe_curve
 from qkablate.analysis.comparison.decision import (
+    BEFORE_ATTENTION,
     Decision,
     MarginTest,
     RateScope,
@@ -56,6 +57,7 @@ class GapSummary(Estimate):
     decision: Decision
     rates: RateScope = RateScope.BEST
     before_attention: bool  # the baseline has not beaten the best n-gram on its text
+    at_floor: bool  # the baseline does not clearly beat uniform attention
     params_percent: float | None
     flops_percent: float | None
     perplexity_percent: float | None
@@ -91,13 +93,28 @@ class GapSummary(Estimate):
     def scopes(self) -> list[str]:
         """Learning rates, documents and stage of training that the decision is limited to."""
         limits = [limit for limit in find_limits(self.audit) if limit != RateScope.THESE_RATES]
+        # A loss shows without a floor that is beaten; but attention is not what was lost.
+        if self.at_floor and self.decision == Decision.WORSE and BEFORE_ATTENTION not in limits:
+            limits.append(BEFORE_ATTENTION)
         return [*filter(None, [self.rates, *limits])]
+
+    @property
+    def is_decided(self) -> bool:
+        """True if the runs were enough for a decision."""
+        undecided = (Decision.FEW_PAIRS, Decision.NO_PAIRS, Decision.INSENSITIVE)
+        return not self.decision.is_divergence and self.decision not in undecided
+
+    @property
+    def short_verdict(self) -> str:
+        """The decision alone, in three words at most."""
+        is_open = self.decision == Decision.INSENSITIVE
+        is_open |= self.is_decided and self.rates == RateScope.SIGN_DEPENDS
+        return "no verdict" if is_open else str(self.decision).partition(" (")[0]
 
     @property
     def verdict(self) -> str:
         """The decision, limited to what it holds for."""
-        undecided = (Decision.FEW_PAIRS, Decision.NO_PAIRS, Decision.INSENSITIVE)
-        if self.decision.is_divergence or self.decision in undecided:
+        if not self.is_decided:
             return str(self.decision)
         if self.rates == RateScope.SIGN_DEPENDS:
             return f"no verdict: {self.rates}"
@@ -193,6 +210,7 @@ def describe_gap(
         baseline=family.baseline.name,
         decision=decision,
         before_attention=gap.is_before_attention,
+        at_floor=gap.is_at_floor,
         params_percent=_percent_more(arm.params, baseline.params),
         flops_percent=_percent_more(arm.flops, baseline.flops),
         perplexity_percent=perplexity_percent(sample.mean) if sample.n else None,

@@ -20,7 +20,6 @@ class Table:
     columns: list[str]
     rows: list[list[str]]
     notes: list[str] = field(default_factory=list)
-    wrap: tuple[str, ...] = ()  # columns that may be broken into lines
 
 
 def format_known(value: Any, form: str | Callable[[Any], str] = ".4f") -> str:
