@@ -17,6 +17,7 @@ from qkablate.report.rows import find_problems
 NAMES = ("heads", "spectra", "spectra-training", "head-maps")
 WORDS = ("variant=standard,no_q", "seed=range(3)")
 STEPS = (0, 6, 12)
+CONTEXT = 16
 
 
 def mechanism(run, step, layers=2, heads=3, values=4):
@@ -108,6 +109,25 @@ def test_head_curves_are_means_over_heads_with_intervals_over_seeds(section):
     assert all(row["n"] == 3 and row["low"] <= row["loss"] <= row["high"] for row in rows)
     moved = rows_of(panel_of(section, "heads", "distance of B"))
     assert [row["loss"] for row in moved if row["variant"] == "no_q"] == pytest.approx([0.51, 1.01])
+
+
+def test_bands_end_at_the_bounds_of_a_measure(measured):
+    """The entropy of attention is ln(context) at most, and a stable rank 1 at least."""
+
+    def near_the_bounds(run, step):
+        below = run.changes["seed"] / 10
+        both = mechanism(run, step)
+        both["attention"]["entropy"] = [[math.log(CONTEXT) - below]]
+        both["qk"]["stable_rank"] = [[1 + below]]
+        return both
+
+    section = measured(near_the_bounds)
+    assert section.study.entries[0].arm.config.model.context == CONTEXT
+    for row in rows_of(panel_of(section, "heads", "entropy")):
+        assert row["low"] < row["loss"] < row["high"] == pytest.approx(math.log(CONTEXT), rel=1e-4)
+        assert row["estimate"].endswith(f", {math.log(CONTEXT):.2f}]")
+    for row in rows_of(panel_of(section, "heads", "stable rank")):
+        assert 1 == row["low"] < row["loss"] < row["high"]
 
 
 def test_head_maps_show_all_layers_sorted_by_value(section):
