@@ -291,7 +291,18 @@ def test_arms_are_listed_without_what_all_share(full, parsed):
 
 def test_cells_of_verdicts_have_labels_for_cards(parsed):
     cells = [own for own in parsed.all("td") if "data-label" in own]
-    assert {own["data-label"] for own in cells} >= {"verdict", "parameters", "gap, nats [95 %]"}
+    assert {own["data-label"] for own in cells} >= {
+        "verdict",
+        "parameters",
+        "gap, nats [95\u00a0%]",
+    }
+
+
+def test_percentages_of_verdicts_are_not_broken(parsed):
+    (arms,) = (rows for rows in parsed.rows if rows[0][0] == "arm" and "verdict" in rows[0])
+    shown = " ".join(cell for row in arms for cell in row)
+    assert "(-8.3\u00a0%)" in shown
+    assert " %" not in shown
 
 
 def test_headers_are_aligned_as_their_columns(written):

@@ -72,8 +72,8 @@ class HeadMetrics:
     def bounds(self, name: str) -> Interval:
         """Return the least and the largest value that a measure can have."""
         model = self.entry.arm.config.model
-        if name == "attention/entropy":
-            return 0.0, math.log(model.context)
+        if name == "attention/entropy":  # uniform: mean of ln n over queries that see n = 2, 3, …
+            return 0.0, math.lgamma(model.context + 1) / max(1, model.context - 1)
         return (1.0, model.d_model) if name == "qk/stable_rank" else (0.0, math.inf)
 
     @property

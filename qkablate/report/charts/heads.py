@@ -79,7 +79,7 @@ def head_curve_chart(section: Section) -> Chart:
 
 def rounding_chart(section: Section) -> Chart:
     """Chart the difference of the two orders of multiplication by tokens, beside the gap."""
-    y = base.log_axis("loss", "relative difference", ".0e")
+    y = base.log_axis("loss", "relative difference", ".2~e")
     panels, counts = [], []
     for title, _, curves in _find_curves(section, head_metrics.ROUNDING):
         counts += [curve.samples[0].n for curve, *_ in curves]
@@ -302,7 +302,7 @@ def spectra_by_tokens_chart(section: Section) -> Chart:
     panels = [_make_panel(title, rows, lines, layers) for title, rows in shown.items()]
     caption = (
         f"Singular values of B as above, mean over layers, heads and runs ({format_n(counts)}), at"
-        f" up to {_MAX_TIMES} times during training: pale early, dark late."
+        f" up to {_MAX_TIMES} times during training: faint early, strong late."
     )
     if len(shown) < len(by_title):
         caption += f" Only the first {_MAX_PANELS} of {len(by_title)} arms are shown."
