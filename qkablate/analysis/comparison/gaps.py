@@ -75,7 +75,7 @@ class Gap:
             math.inf if self.arm_diverged else interval[1],
         )
 
-    @property
+    @cached_property
     def p(self) -> float | None:
         """Two-sided p-value against zero; a gap is never shown on a side where it has no bound."""
         if self.sample.n < 2:

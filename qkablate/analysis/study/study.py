@@ -59,7 +59,7 @@ class Record:
 
     @cached_property
     def loss_curves(self) -> dict[str, LossCurve]:
-        """Curves of `val/loss` and `train/loss`, by tokens."""
+        """Curves of `val/loss` and `train/loss`, by tokens, and the validation loss at step 0."""
         return read_loss_curves(self.folder, self.problems.append)
 
     @cached_property

@@ -8,6 +8,7 @@ import unicodedata
 
 import pytest
 
+from qkablate.analysis.claims.verdict import Part
 from qkablate.analysis.comparison.summary import describe_study
 from qkablate.cli.results import print_tables
 from qkablate.report.text.table import Table, format_markdown
@@ -140,6 +141,17 @@ def test_margin_is_answered_in_every_condition(cached_world, name):
         assert (one.margin.p_equivalent is None) == (one.n < 2)
     for table in make_tables(found):
         assert_lines_up(table)
+
+
+def test_margin_is_tested_once_per_gap(cached_world, monkeypatch):
+    world = cached_world(THREE, "seed=range(3)", "model.d_model=16,32,48")
+    study, calls, p_below = world.finish(loss_of).study(), [], Part.p_below
+    monkeypatch.setattr(
+        Part, "p_below", lambda part, bound: (calls.append(part), p_below(part, bound))[1]
+    )
+    gaps = describe_study(study, margin=0.01).gaps
+    assert len(gaps) == 6
+    assert len(calls) == 2 * len(gaps)  # not worse, and equivalent
 
 
 def test_first_table_has_every_arm_and_loss(cached_world):
