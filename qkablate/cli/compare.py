@@ -23,10 +23,11 @@ HELP = """qkablate compare: two runs side by side, for a quick look.
 
 Usage: qkablate compare RUN RUN [--json] [out=FOLDER]
 
-RUN is a run's folder, or the beginning of its name or id. Where a word matches several runs, the
-newest two are taken that were trained alike: same model, data, steps and seed. The gap is the loss
-of the first run minus that of the second. A single pair has no interval: `qkablate sweep` and
-`qkablate results` compare over several seeds.
+RUN is a run's folder, or the beginning of its name or id. Where a word matches
+several runs, the newest two are taken that were trained alike: same model,
+data, steps and seed. The gap is the loss of the first run minus that of the
+second. A single pair has no interval: `qkablate sweep` and `qkablate results`
+compare over several seeds.
 
 Examples
   qkablate compare merged_w standard

@@ -88,7 +88,7 @@ def test_sort_and_limit(qkablate, outputs):
     [
         (["model.d_modle=16"], "model.d_modle: there is no such key (nearest: model.d_model)"),
         (["lr="], "lr: a value is missing"),
-        (["--sort", "los"], "--sort: 'los' is not one of age"),
+        (["--sort", "los"], "--sort: 'los' (nearest: loss) is not one of loss"),
         (["--all", "--limit", "2"], "--all and --limit: give one of the two"),
     ],
 )

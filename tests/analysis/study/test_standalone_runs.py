@@ -227,7 +227,7 @@ def test_seeds_that_are_given_apart_make_a_pair(run):
     study = read_standalone_runs(folders)
     (family,) = find_families(study)
     assert len(family.gaps[0].pairs) == 2
-    assert {record.seed for record in study.records} == {"s0 seeds.init=1", "s0 seeds.init=2"}
+    assert {record.seed_label for record in study.records} == {"s0 seeds.init=1", "s0 seeds.init=2"}
 
 
 def test_without_standard_there_is_no_gap(run):
@@ -299,7 +299,7 @@ def test_statuses_are_those_of_a_sweep(begin, run):
     running = begin("seed=9").run.folder
     with hold_lease(running):
         study = read_standalone_runs([*folders, running])
-    found = {record.seed: record for record in study.records}
+    found = {record.seed_label: record for record in study.records}
     assert [found[f"s{s}"].status for s in (0, 1, 2, 3, 4, 9)] == [
         *("done", "failed", "diverged", "interrupted", "damaged", "running")
     ]
