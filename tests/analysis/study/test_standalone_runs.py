@@ -249,6 +249,19 @@ def test_similar_arms_are_named_by_their_differences(run):
     assert "steps=12" in dropped
 
 
+TASK = ("data.path=null", "data.cache=null", "data.tokenizer=null", "data.vocab_size=16")
+
+
+def test_data_that_their_name_tells_apart_are_named_by_it(run):
+    short = ("data=induction", *TASK, "data.segment=4")
+    folders = [run("data=recall", *TASK, "data.pairs=2"), run(*short)]
+    names = ["standard-d16-h2-data=recall", "standard-d16-h2-data=induction"]
+    assert [*by_name(read_standalone_runs(folders))] == names
+    folders += [run(*short[:-1], "data.segment=5")]
+    names = [*by_name(read_standalone_runs(folders))]
+    assert all("segment=" in name for name in names[1:])
+
+
 def test_different_runs_of_one_seed_are_all_listed(run, tmp_path):
     """Another text under the same path makes another run with the same config."""
     path = tmp_path / "text.txt"
