@@ -70,7 +70,7 @@ def circuit_classes(variant: VariantConfig) -> tuple[type[QK], type[OV]]:
     for side, known in (("qk", QK_CIRCUITS), ("ov", OV_CIRCUITS)):
         name, external = getattr(variant, side), _find_external(variant, side)
         if external is None and name not in known:
-            problem = not_one_of(name, known, "qkablate train --help")
+            problem = not_one_of(name, known, "qkablate variants")
             raise UserError(f"variant.{side}: {problem}")
         pair.append(external.circuit if external is not None else known[name])
     return pair[0], pair[1]  # type: ignore[return-value]
