@@ -242,7 +242,12 @@ def test_python_of_the_docs_runs(tmp_path):
     (tmp_path / "page.py").write_text(code, encoding="utf-8")
     done = subprocess.run([sys.executable, "page.py"], capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
-    for line in ("done: test loss ", "variant: 'shared_q' is not one of ", "n=4", "2 gaps"):
+    for line in (
+        "done: test loss ",
+        "variant: 'shared_q' (nearest: shared_qk) is ",
+        "n=4",
+        "2 gaps",
+    ):
         assert line in done.stdout
     for column in ("run, arm, variant, d_model, heads", "shared_qk-d16-h2", "standard | 4 d²"):
         assert column in done.stdout

@@ -27,10 +27,11 @@ HELP = """qkablate compare: two runs side by side, for a quick look.
 
 Usage: qkablate compare RUN BASELINE [--json] [out=FOLDER]
 
-RUN and BASELINE are runs' folders, or the beginnings of their names or ids. Where a word matches
-several runs, the newest two are taken that were trained alike: same model, data, steps and seed.
-A gap is the loss of RUN minus that of BASELINE, as in `qkablate results`: above 0, RUN is worse.
-A single pair has no interval: `qkablate sweep` and `qkablate results` compare over several seeds.
+RUN and BASELINE are runs' folders, or the beginnings of their names or ids.
+Where a word matches several runs, the newest two are taken that were trained
+alike: same model, data, steps and seed. A gap is the loss of RUN minus that of
+BASELINE, as in `qkablate results`: above 0, RUN is worse. A single pair has no
+interval: `qkablate sweep` and `qkablate results` compare over several seeds.
 
 Examples
   qkablate compare merged_w standard

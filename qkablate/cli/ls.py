@@ -49,22 +49,26 @@ SORTS = ("age", "name", "loss", *_KEYS)
 
 HELP = """qkablate ls: the runs and sweeps in a folder, the newest first.
 
-Usage: qkablate ls [WORD …] [--sort KEY] [--limit N | --all] [--json] [out=FOLDER]
+Usage: qkablate ls [WORD …] [--sort KEY] [--limit N | --all] [--json]
+                   [out=FOLDER]
 
-A run or sweep is listed if every WORD fits it. A WORD is a part of a name, a pattern such as
-'standard*s0*', or key=value of the config: the keys of `qkablate train`, and status. Values are
-separated by commas. A sweep fits if one of its arms does.
+A run or sweep is listed if every WORD fits it. A WORD is a part of a name, a
+pattern such as 'standard*s0*', or key=value of the config: the keys of
+`qkablate train`, and status. Values are separated by commas. A sweep fits if
+one of its arms does.
 
 Examples
   qkablate ls                                   everything in outputs/
   qkablate ls merged_w                          what has merged_w in its name
   qkablate ls variant=merged_w status=done      runs of merged_w that are done
-  qkablate ls data=stdlib,induction lr=1e-3     of two data sets, at one learning rate
+  qkablate ls data=stdlib,induction lr=1e-3     of two data sets, at one
+                                                learning rate
   qkablate ls model.d_model=128 --sort loss     the lowest test loss first
 
-Columns: a name is variant, width, heads and seed, and how the id begins; any verb takes it as RUN.
-Losses are in nats per token. Status is done, diverged, failed, running, interrupted or damaged;
-that of a sweep done, running, unfinished or damaged.
+Columns: a name is variant, width, heads and seed, and how the id begins; any
+verb takes it as RUN. Losses are in nats per token. Status is done, diverged,
+failed, running, interrupted or damaged; that of a sweep done, running,
+unfinished or damaged.
 
 Flags
 {flags}

@@ -24,42 +24,47 @@ if TYPE_CHECKING:
 
 FORMATS = ("table", "csv", "json", "md")
 
-HELP = """qkablate results: the comparisons of a sweep or of some runs, with their uncertainty.
+HELP = """qkablate results: the comparisons of runs, with their uncertainty.
 
 Usage: qkablate results [SWEEP | RUN …] [--margin NATS] [--all]
                         [--format table|csv|json|md | --json]
                         [--times FILE] [out=FOLDER]
 
-Each argument is a folder, or the beginning of a name or id; the default is the newest sweep or,
-where there is none, every run. Runs are paired by seed where possible.
+Each argument is a folder, or the beginning of a name or id; the default is the
+newest sweep or, where there is none, every run. Runs are paired by seed where
+possible.
 
 Examples
   qkablate results                       the newest sweep
   qkablate results outputs/runs/*        runs without a sweep
-  qkablate results quick --all           and all details: ranks, rates, curves, distances, fronts
+  qkablate results quick --all           and all details: ranks, rates, curves,
+                                         distances, fronts
   qkablate results quick --margin 0.01   and which arms are not worse by 0.01
   qkablate results quick --format md     tables to paste
-  qkablate results quick --json          everything: every run, every check of the audit
+  qkablate results quick --json          everything: every run, every check of
+                                         the audit
   qkablate results quick --format csv    one row per gap
   qkablate cost variant=standard,merged_w --measure --json > times.json
   qkablate results --times times.json    with the Pareto front of loss and time
 
 Without --all, only the verdicts and what the audit warns of.
 
-A gap is the test loss of an arm minus that of its baseline with the same seed, in nats. The
-interval over pairs decides: Student's t, widened where the gaps are skewed. `p` is adjusted by
-Holm's method over all gaps shown. `detectable` is the smallest gap that these seeds detect with
-80 % power. The BCa bootstrap and the exact sign-flip test
-are shown for comparison. `SE over documents` is the gap's standard error over the documents of the
-test text, which the interval over seeds leaves out. The audit lists what else than the arm may
-explain the gap. The function distance measures how much the predictions of arm and baseline differ,
-next to the distance between two seeds and the distance that rounding alone causes
-(variant=standard_reassociated).
+A gap is the test loss of an arm minus that of its baseline with the same seed,
+in nats. The interval over pairs decides: Student's t, widened where the gaps
+are skewed. `p` is adjusted by Holm's method over all gaps shown. `detectable`
+is the smallest gap that these seeds detect with 80 % power. The BCa bootstrap
+and the exact sign-flip test are shown for comparison. `SE over documents` is
+the gap's standard error over the documents of the test text, which the interval
+over seeds leaves out. The audit lists what else than the arm may explain the
+gap. The function distance measures how much the predictions of arm and baseline
+differ, next to the distance between two seeds and the distance that rounding
+alone causes (variant=standard_reassociated).
 
 Flags
 {flags}
 
-Exit codes: 0 every run is done or has diverged · 1 some are not · 2 a mistake in the command
+Exit codes: 0 every run is done or has diverged · 1 some are not · 2 a mistake
+in the command
 """
 
 

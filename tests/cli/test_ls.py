@@ -88,8 +88,8 @@ def test_sort_and_limit(qkablate, outputs):
     [
         (["model.d_modle=16"], "model.d_modle: there is no such key (nearest: model.d_model)"),
         (["lr="], "lr: a value is missing"),
-        (["status=dnoe"], "status: 'dnoe' is not one of done, diverged, failed, running, interr"),
-        (["--sort", "los"], "--sort: 'los' is not one of age"),
+        (["status=dnoe"], "status: 'dnoe' (nearest: done) is not one of done, diverged, failed"),
+        (["--sort", "los"], "--sort: 'los' (nearest: loss) is not one of loss"),
         (["--all", "--limit", "2"], "--all and --limit: give one of the two"),
     ],
 )

@@ -116,7 +116,7 @@ def _check_completeness(sides: Sides) -> Answer:
             missing.append(f"{entry.name}: no learning rate was chosen")
         for status in ("diverged", "failed", "damaged", "interrupted", "running", "waiting"):
             if records := entry.with_status(status):
-                seeds = ", ".join(record.seed for record in records)
+                seeds = ", ".join(record.seed_label for record in records)
                 missing.append(f"{entry.name}: {len(records)} {status} ({seeds})")
     if missing:
         is_broken = any(entry.with_status("damaged") for entry in sides)

@@ -121,9 +121,11 @@ def measure_gap(arm: Entry, baseline: Entry, floor: Entry | None = None) -> Gap:
         run, other = arm.records.get(key), baseline.records.get(key)
         if run is None or other is None or run.loss is None or other.loss is None:
             reasons = filter(None, (_why_unpaired(arm, run), _why_unpaired(baseline, other)))
-            unpaired.append(f"{next(r.seed for r in (run, other) if r)}: {'; '.join(reasons)}")
+            unpaired.append(
+                f"{next(r.seed_label for r in (run, other) if r)}: {'; '.join(reasons)}"
+            )
         elif run.facts["data_fingerprint"] != other.facts["data_fingerprint"]:
-            unpaired.append(f"{run.seed}: the two were trained on different data")
+            unpaired.append(f"{run.seed_label}: the two were trained on different data")
         else:
             pairs[key] = run.loss - other.loss
     diverged, baseline_diverged = (len(e.with_status("diverged")) for e in (arm, baseline))
