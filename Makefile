@@ -1,4 +1,4 @@
-.PHONY: help train test test-all test-slow check bench torture pictures docs venv audit hashes clean
+.PHONY: help train test test-all test-slow wheel check bench torture pictures docs venv audit hashes clean
 PYTHON ?= python3
 BIN := .venv/bin
 EXTRAS ?= dev
@@ -23,6 +23,9 @@ test-slow: venv ## the tests that `make test` leaves out: clusters, browser, kil
 	$(BIN)/pytest -n $$($(BIN)/python -c 'import os; print(os.cpu_count() * 2)') --dist worksteal -m slow
 
 test-all: test test-slow ## all tests
+
+wheel: venv ## build the package and try it with every supported Python (some 4 minutes)
+	PATH="$$PWD/$(BIN):$$PATH" scripts/try-wheel
 
 check: venv ## ruff and mypy
 	$(BIN)/ruff check .
@@ -77,5 +80,5 @@ hashes: .tools/ready ## renew .ci/hashes.txt after a change of constraints.txt
 	.tools/bin/python -m pip install --quiet pip-tools pip-audit
 	@touch $@
 
-clean: ## remove the environment, the built pages and caches; keep runs
-	rm -rf .venv .tools site .pytest_cache .ruff_cache .mypy_cache
+clean: ## remove the environment, built files and caches; keep runs
+	rm -rf .venv .tools dist site .pytest_cache .ruff_cache .mypy_cache

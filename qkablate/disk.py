@@ -5,6 +5,7 @@ Only regular files are read; FIFOs would block.
 
 import errno
 import fcntl
+import hashlib
 import os
 import secrets
 import stat
@@ -48,6 +49,20 @@ def read_file(path: Path, last: int | None = None) -> bytes:
         if last is not None:
             file.seek(max(0, file.seek(0, os.SEEK_END) - last))
         return file.read()
+
+
+def hash_file(path: Path) -> str:
+    """Return the sha256 of a regular file; OSError for anything else."""
+    with open_file(path) as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def link_atomic(path: Path, target: Path) -> None:
+    """Make or replace a relative link to a folder, as another process may at the same time."""
+    temporary = path.with_name(f".{path.name}.{os.getpid()}")
+    temporary.unlink(missing_ok=True)
+    temporary.symlink_to(os.path.relpath(target.resolve(), path.parent.resolve()))
+    temporary.replace(path)
 
 
 def open_append(path: Path) -> int:

@@ -45,19 +45,48 @@ def sanitize(text: str) -> str:
 
 # Words that other programs use for ours.
 _SYNONYMS = {"gpu": "cuda", "off": "disabled", "false": "disabled", "no": "disabled"}
+_SYNONYMS |= {"pdf": "svg", "jpg": "png", "markdown": "md"}
+_LONGEST_LIST = 8  # names; of more, a message names the nearest
 
 
 def nearest_hint(word: str, known: Iterable[str]) -> str:
     """Return ' (nearest: x)' for the known name closest to `word`, or ''."""
+    nearest = find_nearest(word, known)
+    return f" (nearest: {nearest})" if nearest else ""
+
+
+def find_nearest(word: str, known: Iterable[str]) -> str:
+    """Return the known name closest to `word`, or ''."""
     names = {name.lstrip("-"): name for name in known}
-    if (synonym := _SYNONYMS.get(word.lower())) in names:
-        return f" (nearest: {synonym})"
+    synonyms = {other: ours for other, ours in _SYNONYMS.items() if ours in names}
+    if synonym := synonyms.get(word.lower()):
+        return synonym
+    names = synonyms | names
     bare = word.lstrip("-")
     # Flags are short words: to be near, more of one has to agree, or its beginning.
     begins = [name for name in names if bare and bare != word and name.startswith(bare)]
     cutoff = 0.6 if bare == word else 0.65
     match = begins or difflib.get_close_matches(bare, names, n=1, cutoff=cutoff)
-    return f" (nearest: {names[match[0]]})" if match else ""
+    return names[match[0]] if match else ""
+
+
+def not_one_of(word: str, known: Iterable[str], command: str = "--help") -> str:
+    """Return that a word is not one of the known names: the nearest first, and the rest if few.
+
+    Of a long list, which the command shows in full, only the names most like the word are given.
+    """
+    names = list(known)
+    listed, more = names, ""
+    if len(names) > _LONGEST_LIST:
+        listed = difflib.get_close_matches(word, names, n=3, cutoff=0)
+        more = f", … (`{command}` lists all {len(names)})"
+    shown = f"'{sanitize(word[:40])}'{nearest_hint(word, names)}"
+    return f"{shown} is not one of {', '.join(listed)}{more}"
+
+
+def install_hint(extra: str) -> str:
+    """Return how to install an optional extra."""
+    return f"pip install '.[{extra}]' in a clone of qkablate"
 
 
 def require_extra(extra: str, *modules: str) -> None:
@@ -67,5 +96,5 @@ def require_extra(extra: str, *modules: str) -> None:
             import_module(module)
         except ImportError as error:
             raise UserError(
-                f"this needs {error.name}, of the extra '{extra}': pip install 'qkablate[{extra}]'"
+                f"this needs {error.name}, of the extra '{extra}': {install_hint(extra)}"
             ) from None

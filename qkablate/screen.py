@@ -13,8 +13,8 @@ _WORDS = {
     "cyan": "equivalent|EQUIVALENT|not worse",
     "green": "better|done|holds|SUPPORTED",
     "red": "worse|(?:arm |baseline )?diverged|failed|VIOLATED|REFUTED|surely beaten",
-    "yellow": "no difference (?:was )?found|the experiment could not tell|too few pairs|no pairs"
-    "|interrupted|INSENSITIVE|MIXED|UNDERPOWERED|INCOMPLETE",
+    "yellow": "no difference (?:was )?found|no verdict|the experiment could not tell|too few pairs"
+    "|no pairs|interrupted|INSENSITIVE|MIXED|UNDERPOWERED|INCOMPLETE",
 }
 _PATTERN = re.compile("|".join(rf"(?P<{style}>\b(?:{words})\b)" for style, words in _WORDS.items()))
 

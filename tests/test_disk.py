@@ -1,10 +1,11 @@
 """Sync of files and folders, and refusal of links and FIFOs."""
 
+import hashlib
 import os
 
 import pytest
 
-from qkablate.disk import make_folder, open_append, read_file
+from qkablate.disk import hash_file, link_atomic, make_folder, open_append, read_file
 from qkablate.tracking import MetricsFile
 
 
@@ -71,3 +72,20 @@ def test_append_refuses_links(tmp_path):
 def test_last_bytes_are_read(tmp_path):
     (tmp_path / "file").write_bytes(b"abc")
     assert [read_file(tmp_path / "file", last) for last in (None, 2, 9)] == [b"abc", b"bc", b"abc"]
+
+
+def test_hash_is_that_of_the_content(tmp_path):
+    (tmp_path / "file").write_bytes(b"abc")
+    assert hash_file(tmp_path / "file") == hashlib.sha256(b"abc").hexdigest()
+
+
+def test_link_is_relative_and_replaces_an_earlier_one(tmp_path):
+    """A temporary link that a killed process left behind is no obstacle."""
+    for name in ("old", "new", "links"):
+        (tmp_path / name).mkdir()
+    link = tmp_path / "links" / "run"
+    (tmp_path / "links" / f".run.{os.getpid()}").symlink_to("nowhere")
+    for name in ("old", "new"):
+        link_atomic(link, tmp_path / name)
+        assert os.readlink(link) == f"../{name}"
+    assert [path.name for path in (tmp_path / "links").iterdir()] == ["run"]

@@ -1,6 +1,7 @@
 """Read runs from disk: records, curves as a long table, and gaps with their intervals."""
 
 from collections.abc import Collection, Iterable
+from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -10,7 +11,8 @@ from qkablate.analysis.study.standalone_runs import read_standalone_runs
 from qkablate.analysis.study.study import Record, Study, read_study
 from qkablate.errors import UserError, nearest_hint, print_stderr
 from qkablate.runs.records import is_number
-from qkablate.sweeps.planning.manifest import MANIFEST_FILE
+from qkablate.runs.run import NoMatch
+from qkablate.sweeps.planning.manifest import MANIFEST_FILE, find_sweep
 
 if TYPE_CHECKING:
     import pyarrow
@@ -33,12 +35,14 @@ _NOT_FINITE = {"nan", "inf", "-inf"}  # as JSON has them
 def load_runs(folders: Folders = "outputs") -> list[Record]:
     """Return the runs in some folders: of all outputs, of a sweep, or of one run each.
 
+    A sweep in outputs may be named as in `load_sweep`, too.
+
     >>> [run.test for run in load_runs("outputs") if run.status == "done"]
     """
     several = [folders] if isinstance(folders, str | Path) else [*folders]
     records: list[Record] = []
     alone: list[Path] = []
-    for folder in (Path(name).expanduser() for name in several):
+    for folder in map(_find_folder, several):
         if (folder / MANIFEST_FILE).is_file():
             records += read_study(folder).all_records
         elif (folder / "runs").is_dir():
@@ -46,11 +50,23 @@ def load_runs(folders: Folders = "outputs") -> list[Record]:
         elif (folder / "config.yaml").is_file():
             alone.append(folder)
         else:
-            raise UserError(f"'{folder}' is not a run, a sweep, or a folder of outputs")
+            raise UserError(
+                f"'{folder}' is not a run, a sweep, or a folder of outputs; load_sweep(name, out)"
+                " finds a sweep by its name"
+            )
     study = read_standalone_runs(alone)
     for reason in study.unread:
         print_stderr(f"qkablate: skipped: {reason}")
     return [*records, *study.all_records]
+
+
+def _find_folder(name: str | Path) -> Path:
+    """Return the folder that a user names, or that of the sweep whose name begins so."""
+    folder = Path(name).expanduser()
+    if isinstance(name, str) and not folder.exists():
+        with suppress(NoMatch):
+            return find_sweep(name, "outputs")
+    return folder
 
 
 def load_curves(

@@ -2,12 +2,12 @@
 
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Never
 
 from qkablate.api.train import make_interrupt
-from qkablate.api.words import format_words
+from qkablate.api.words import format_words, reject_unnamed
 from qkablate.compose.configs import make_config, open_hydra
-from qkablate.compose.grid import SweepRequest, read_request
+from qkablate.compose.grid import EmptyGrid, SweepRequest, read_request
 from qkablate.dashboard.sweep_run import make_sweep_tables
 from qkablate.disk import make_folder
 from qkablate.errors import UserError
@@ -33,7 +33,7 @@ class SweepOutcome:
     wandb: str | None  # address of the sweep's own run in W&B
 
 
-def sweep(*, retry_failed: bool = False, **keys: Any) -> "Study":
+def sweep(*unnamed: Never, retry_failed: bool = False, **keys: Any) -> "Study":
     """Train a grid of runs, as `qkablate sweep` does, and return them by arm.
 
     A list, a tuple or a range gives several values of a key: an axis of the grid. Runs that are
@@ -44,9 +44,16 @@ def sweep(*, retry_failed: bool = False, **keys: Any) -> "Study":
     """
     from qkablate.analysis.study.study import read_study
 
+    reject_unnamed("sweep", unnamed)
     words = format_words(keys, axes=True)
     with open_hydra():
-        request = read_request(words)
+        try:
+            request = read_request(words)
+        except EmptyGrid:
+            raise UserError(
+                "the grid is empty: give sweep='quick', or axes such as"
+                " variant=['standard', 'merged_w'], seed=range(3)"
+            ) from None
         if request.count() > MANY:
             raise UserError(
                 f"this grid has {request.count():,} runs, before anything is left out, and Python"

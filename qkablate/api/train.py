@@ -1,8 +1,8 @@
 """Train one run: for `qkablate.train` and `qkablate train`."""
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Never
 
-from qkablate.api.words import format_words
+from qkablate.api.words import format_words, reject_unnamed
 from qkablate.compose.configs import compose_jobs
 from qkablate.config import Config
 from qkablate.errors import UserError
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from qkablate.training.session import Outcome
 
 
-def train(*, rerun: bool = False, **keys: Any) -> "Record":
+def train(*unnamed: Never, rerun: bool = False, **keys: Any) -> "Record":
     """Train one run, as `qkablate train` does, and return its record.
 
     A run with the same values is the same run: the second call returns the result of the first, and
@@ -28,6 +28,7 @@ def train(*, rerun: bool = False, **keys: Any) -> "Record":
     from qkablate.api.read import load_runs
     from qkablate.data.corpus import check_available
 
+    reject_unnamed("train", unnamed)
     jobs = compose_jobs(format_words(keys))
     if len(jobs) > 1:
         raise UserError("these are several runs; qkablate.sweep trains a grid")

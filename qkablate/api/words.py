@@ -1,10 +1,10 @@
 """Python values as the `key=value` words of the command line."""
 
 import os
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
-from qkablate.config import Config, Role, flatten, has_role
+from qkablate.config import Config, Role, config_names, flatten, has_role
 from qkablate.config.sweep import SWEEP_KEYS, SweepConfig, as_quoted
 from qkablate.errors import UserError
 
@@ -14,6 +14,17 @@ _DEFAULTS = flatten(SweepConfig()) | flatten(Config())
 def format_words(keys: Mapping[str, Any], *, axes: bool = False) -> list[str]:
     """Return a word for every key; with `axes`, a sequence of values is an axis of a sweep."""
     return [_format_word(key, value, axes) for key, value in keys.items()]
+
+
+def reject_unnamed(function: str, unnamed: Sequence[object]) -> None:
+    """Raise UserError for an argument without its key, and say how to write it."""
+    if not unnamed:
+        return
+    value = unnamed[0]
+    if isinstance(value, Mapping):
+        raise UserError(f"{function}: a dictionary of keys is written {function}(**settings)")
+    key = next((group for group in ("variant", "sweep") if value in config_names(group)), "variant")
+    raise UserError(f"{function}: {value!r} needs its key, as in {function}({key}={value!r})")
 
 
 def _format_word(key: str, value: Any, axes: bool) -> str:

@@ -7,7 +7,7 @@ from collections.abc import Callable, Collection, Iterable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
-from qkablate.errors import UserError, nearest_hint, sanitize
+from qkablate.errors import UserError, nearest_hint, not_one_of, sanitize
 
 if TYPE_CHECKING:
     from qkablate.config import Config
@@ -69,8 +69,7 @@ class Parser(argparse.ArgumentParser):
         if unknown := [word.partition("=")[0] for word in words if word.startswith("-")]:
             if hint := key_hint(unknown[0], self.words):
                 raise UserError(f"'{unknown[0]}' is not a flag; {hint}")
-            allowed = f"{', '.join(self.flags)}{nearest_hint(unknown[0], self.flags)}"
-            raise UserError(f"'{unknown[0]}' is not one of {allowed}")
+            raise UserError(not_one_of(unknown[0], self.flags))
         args.words = words
         return args
 
@@ -90,7 +89,7 @@ class Parser(argparse.ArgumentParser):
 
     def format_help(self) -> str:
         """Return the help text with the list of flags."""
-        formatter = argparse.HelpFormatter(self.prog, max_help_position=22, width=100)
+        formatter = argparse.HelpFormatter(self.prog, max_help_position=22, width=80)
         formatter.start_section(argparse.SUPPRESS)
         formatter.add_arguments(self._actions)
         formatter.end_section()
@@ -113,8 +112,7 @@ def choose_action(words: list[str], actions: Collection[str]) -> tuple[str, list
     """Return the action that the first word names, and the other words."""
     action, *rest = words or [""]
     if action not in actions:
-        hint = nearest_hint(action, actions)
-        raise UserError(f"'{action}' is not one of {', '.join(actions)}{hint}")
+        raise UserError(not_one_of(action, actions))
     return action, rest
 
 
@@ -136,7 +134,7 @@ def one_of(choices: Collection[str]) -> Callable[[str], str]:
 
     def convert(text: str) -> str:
         if text not in choices:
-            raise ValueError(f"one of {', '.join(choices)}{nearest_hint(text, choices)}")
+            raise UserError(not_one_of(text, choices))
         return text
 
     return convert
@@ -174,6 +172,8 @@ def convert_value(name: str, text: str, convert: Callable[[str], Any]) -> Any:
         return convert(text)
     except ValueError as error:
         raise UserError(f"{name}: '{sanitize(text[:40])}' is not {error}") from None
+    except UserError as error:
+        raise UserError(f"{name}: {error}") from None
 
 
 def check_utf8(name: str, text: str) -> None:

@@ -19,43 +19,47 @@ from qkablate.table import format_count, print_json, print_next_commands, print_
 if TYPE_CHECKING:
     from qkablate.analysis.claims.judgement import Judgement
 
-HELP = """qkablate claim: a hypothesis, registered before its runs, and their verdict on it.
+HELP = """qkablate claim: register a hypothesis before its runs, and judge it.
 
 Usage: qkablate claim list [--json]
        qkablate claim run NAME [scale=small|gpu|book] [key=value …] [--flag …]
        qkablate claim show NAME [scale=small|gpu|book] [key=value …] [--json]
 
-NAME is a claim of `claim list`, or the path of your own YAML file. Keys are those of
-`qkablate train`; a claim on another data set, for example, is another claim with its own seeds.
+NAME is a claim of `claim list`, or the path of your own YAML file. Keys are
+those of `qkablate train`; a claim on another data set, for example, is another
+claim with its own seeds.
 
 Verdicts
   SUPPORTED     the one-sided 95 % bound of every part lies within its margin
-  REFUTED       the interval of a part lies wholly outside its margin (Holm over the parts)
-  EQUIVALENT    the 90 % intervals of all parts with a direction lie within ± their margins, and
-                the other parts are supported
-  INSENSITIVE   nothing could have shown: the baseline does not beat `uniform` by three margins
+  REFUTED       the interval of a part lies wholly outside its margin (Holm over
+                the parts)
+  EQUIVALENT    the 90 % intervals of all parts with a direction lie within ±
+                their margins, and the other parts are supported
+  INSENSITIVE   nothing could have shown: the baseline does not beat `uniform`
+                by three margins
   MIXED         this holds for some of the parts only
   UNDERPOWERED  none of these; the number of seeds that would decide is shown
   INCOMPLETE    some runs have not ended
-A verdict holds `unless one run in k is left behind` if failures of training that are too rare for
-these seeds to exclude would overturn it. It is `exploratory` if seeds were added beyond the
-declared ones, or if the claim was edited after runs of it. It holds `at these rates` or `on these
-documents` if the audit warns of them. The seeds are derived from the hash of
-the claim, so that no earlier run counts.
+A verdict holds `unless one run in k is left behind` if failures of training
+that are too rare for these seeds to exclude would overturn it. It is
+`exploratory` if seeds were added beyond the declared ones, or if the claim was
+edited after runs of it. It holds `at these rates` or `on these documents` if
+the audit warns of them. The seeds are derived from the hash of the claim, so
+that no earlier run counts.
 
 Examples
   qkablate claim list
-  qkablate claim run one_head --dry-run         its runs, and how long they take here
-  qkablate claim run one_head                   train them; the same command resumes
-  qkablate claim show one_head                  verdict, intervals, audit, seeds needed
+  qkablate claim run one_head --dry-run    its runs, and how long they take here
+  qkablate claim run one_head              train them; the same command resumes
+  qkablate claim show one_head             verdict, intervals, seeds needed
   qkablate claim run one_head scale=gpu
   qkablate claim run my_claim.yaml data=text data.path=book.txt
 
 Flags
 {flags}
 
-Exit codes: 0 there is a verdict · 1 some runs are not done · 2 a mistake in the command ·
-128 + signal interrupted, as 130 by Ctrl-C (checkpoints written)
+Exit codes: 0 there is a verdict · 1 some runs are not done · 2 a mistake in the
+command · 128 + signal interrupted, as 130 by Ctrl-C (checkpoints written)
 """
 # The flags that each action takes.
 ACTIONS = {"list": ("json",), "run": ("dry_run", "more", "retry"), "show": ("json",)}

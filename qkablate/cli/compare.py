@@ -1,14 +1,18 @@
 """`qkablate compare`: two runs side by side."""
 
 import dataclasses
+import shlex
 from typing import TYPE_CHECKING
 
-from qkablate.cli.arguments import Parser, take_out
-from qkablate.config import variants
+from qkablate.cli.arguments import Parser, out_words, take_out
+from qkablate.cli.names import find_by_name
 from qkablate.errors import UserError, sanitize
 from qkablate.report.text.table import format_known
+from qkablate.runs.listing import shorten_names
 from qkablate.runs.records import is_number
+from qkablate.runs.run import find_runs
 from qkablate.table import (
+    format_count,
     format_short,
     print_json,
     print_next_commands,
@@ -21,12 +25,13 @@ if TYPE_CHECKING:
 
 HELP = """qkablate compare: two runs side by side, for a quick look.
 
-Usage: qkablate compare RUN RUN [--json] [out=FOLDER]
+Usage: qkablate compare RUN BASELINE [--json] [out=FOLDER]
 
-RUN is a run's folder, or the beginning of its name or id. Where a word matches several runs, the
-newest two are taken that were trained alike: same model, data, steps and seed. The gap is the loss
-of the first run minus that of the second. A single pair has no interval: `qkablate sweep` and
-`qkablate results` compare over several seeds.
+RUN and BASELINE are runs' folders, or the beginnings of their names or ids.
+Where a word matches several runs, the newest two are taken that were trained
+alike: same model, data, steps and seed. A gap is the loss of RUN minus that of
+BASELINE, as in `qkablate results`: above 0, RUN is worse. A single pair has no
+interval: `qkablate sweep` and `qkablate results` compare over several seeds.
 
 Examples
   qkablate compare merged_w standard
@@ -48,29 +53,66 @@ def main(argv: list[str]) -> int:
     args = PARSER.parse(argv)
     words, out = take_out(args.words)
     if len(words) != 2:
-        raise UserError(f"give two runs, not {len(words)}: qkablate compare RUN RUN")
+        raise UserError(f"give two runs, not {len(words)}: qkablate compare RUN BASELINE")
+    counts = {word: _count_runs(word, out) for word in words}
 
-    from qkablate.analysis.comparison.two_runs import compare_runs, find_pair
+    from qkablate.analysis.comparison.two_runs import compare_runs, find_pair, propose_sweep
 
-    comparison = compare_runs(*find_pair(words[0], words[1], out))
+    pair = find_pair(words[0], words[1], out)
+    comparison = compare_runs(*pair)
     if args.json:
         print_json(dataclasses.asdict(comparison))
-    else:
-        _print(comparison)
+        return 0
+    if matches := [f"'{w}' matches {format_count(n, 'run')}" for w, n in counts.items() if n > 1]:
+        print_text(sanitize(f"{', '.join(matches)}: the newest two trained alike are compared"))
+    _print(comparison)
+    sweep = propose_sweep(*pair)
+    print_next_commands(
+        ["sweep", *sweep, *out_words(out), "--dry-run"] if sweep else ["sweep", "--help"]
+    )
     return 0
 
 
+def _count_runs(word: str, out: str) -> int:
+    """Return the number of runs that a word matches; UserError if none."""
+    try:
+        return len(find_runs(word, out))
+    except UserError as error:
+        if not _is_sweep(word, out):
+            raise
+        command = shlex.join(["qkablate", "results", word, *out_words(out)])
+        raise UserError(f"'{word}' is a sweep, not a run: {command}") from error
+
+
+def _is_sweep(word: str, out: str) -> bool:
+    try:
+        return find_by_name(word, out, ["sweep"])[0] == "sweep"
+    except UserError:
+        return False
+
+
 def _print(comparison: "RunComparison") -> None:
+    short = shorten_names(comparison.runs)
+    first_name, second_name = (short[name] for name in comparison.runs)
+    print_text(sanitize(f"{first_name} compared with {second_name}"))
+    print()
+    labels = [*map(str, comparison.differ.get("variant.name", ("first", "second")))]
     rows = [["status", *comparison.status, ""]]
     for split, losses in comparison.loss.items():
         gap, percent = comparison.gap.get(split), comparison.perplexity_percent.get(split)
-        text = "" if gap is None else f"{gap:+.4f} ({percent:+.2f} %)"
+        text = "" if gap is None else f"{gap:+.4f} (perplexity {percent:+.2f} %)"
         rows.append([f"{split} loss", *map(format_known, losses), text])
-    for key, label in (("params", "parameters"), ("flops_per_token", "FLOPs/token")):
-        first, second = values = getattr(comparison, key)
-        ratio = f"× {first / second:.3f}" if all(map(is_number, values)) and second else ""
+    sizes = {
+        "params": comparison.params,
+        "with embeddings": comparison.total_params,
+        "FLOPs/token": comparison.flops_per_token,
+    }
+    for label, values in sizes.items():
+        first, second = values
+        ratio = f"ratio {first / second:.3f}" if all(map(is_number, values)) and second else ""
         rows.append([label, *(format_short(v) if is_number(v) else "–" for v in values), ratio])
-    print_table(["", *comparison.runs, "gap"], [[*map(sanitize, row)] for row in rows])
+    columns = ["", *labels, " − ".join(labels)]
+    print_table([*map(sanitize, columns)], [[*map(sanitize, row)] for row in rows])
     if comparison.val_gap:
         gaps = (f"{format_short(row.tokens)}: {row.gap:+.4f}" for row in comparison.val_gap)
         print()
@@ -85,7 +127,3 @@ def _print(comparison: "RunComparison") -> None:
     print_text(
         "one pair gives a number, not a verdict; a sweep over several seeds gives a comparison"
     )
-    names = [str(name) for name in comparison.differ.get("variant.name", ())]
-    is_known = names and {*names} <= {*variants()}
-    axes = [f"variant={','.join(names)}", "seed=range(6)", "--dry-run"]
-    print_next_commands(["sweep", *(axes if is_known else ["--help"])])

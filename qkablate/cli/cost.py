@@ -24,29 +24,33 @@ _DEFAULT_VOCABULARY = 256  # of data.tokenizer=bytes
 
 HELP = """qkablate cost: parameters, FLOPs and memory of variants at a size.
 
-Usage: qkablate cost [key=value …] [--at SIZE] [--measure] [--json | --csv] [--vocabulary N]
+Usage: qkablate cost [key=value …] [--at SIZE] [--measure] [--json | --csv]
+                     [--vocabulary N]
 
-Without `variant=…` all variants are shown. Keys are those of `qkablate train`; several values are
-separated by commas.
+Without `variant=…` all variants are shown. Keys are those of `qkablate train`;
+several values are separated by commas.
 
 Examples
   qkablate cost variant=standard,merged_w model.d_model=256,512
   qkablate cost --at gpt-j                          16 heads of 256 at d 4096
   qkablate cost --at 300m variant=standard,shared_qk,tied_kv,tied_qkv
-  qkablate cost variant=standard,merged_w --measure also measure step times on this machine
+  qkablate cost variant=standard,merged_w --measure also measure step times
   qkablate cost --csv > cost.csv
 
 Columns
   params         of the whole model
   attention      parameters of one attention layer
   project, scores, values
-                 FLOPs of one attention layer, forward, per token: the projections, q kᵀ, and the
-                 weighted sum of the values. 2 per multiply-add; a causal query sees (T + 1)/2 keys
-                 on average, and only those count. Work that does not depend on the tokens is
-                 divided by the tokens of a batch (train.batch_size × model.context).
+                 FLOPs of one attention layer, forward, per token: the
+                 projections, q kᵀ, and the weighted sum of the values. 2 per
+                 multiply-add; a causal query sees (T + 1)/2 keys on average,
+                 and only those count. Work that does not depend on the tokens
+                 is divided by those of a batch (train.batch_size ×
+                 model.context).
   training       FLOPs of the whole model per token, forward and backward
   of first       the preceding column, relative to the first row
-  score matrix   memory of one sequence's scores in one layer, for a kernel that stores them all
+  score matrix   memory of one sequence's scores in one layer, for a kernel that
+                 stores them all
   KV/token       cache of a decoder per token, all layers
 Bytes are those of 16-bit numbers; with precision=fp32, of 32-bit numbers.
 

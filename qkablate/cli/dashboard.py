@@ -24,26 +24,31 @@ _STDOUT = "-"
 
 HELP = f"""qkablate dashboard: the saved view of a sweep in W&B.
 
-Usage: qkablate dashboard [SWEEP] [--entity NAME] [--project NAME] [--spec [FILE]] [out=FOLDER]
+Usage: qkablate dashboard [SWEEP] [--entity NAME] [--project NAME]
+                          [--spec [FILE]] [out=FOLDER]
 
-SWEEP is a sweep's folder, or the beginning of its name or id; the default is the newest sweep.
+SWEEP is a sweep's folder, or the beginning of its name or id; the default is
+the newest sweep.
 
 Examples
-  qkablate dashboard                        the newest sweep: save its view, print the link
+  qkablate dashboard                        save the newest sweep's view
   qkablate dashboard quick --entity team    in a team's project
-  qkablate dashboard quick --spec           the view as JSON: no server, no key, no network
+  qkablate dashboard quick --spec           the view as JSON, without a network
   qkablate dashboard quick --spec view.json
 
-The view shows the runs of the sweep only, grouped by variant (by arm and learning rate where there
-are several per variant): losses over tokens with bands over seeds, the gaps, verdicts and charts
-logged by the sweep's own run, sizes, learning rates, circuits, attention and speed. The same
-command, given again, updates the view and overwrites manual changes; to keep them, copy the view
-in W&B's menu. The links of saved views are kept in {FILE}, in the sweep's folder.
+The view shows the runs of the sweep only, grouped by variant (by arm and
+learning rate where there are several per variant): losses over tokens with
+bands over seeds, the gaps, verdicts and charts logged by the sweep's own run,
+sizes, learning rates, circuits, attention and speed. The same command, given
+again, updates the view and overwrites manual changes; to keep them, copy the
+view in W&B's menu. The links of saved views are kept in {FILE}, in the
+sweep's folder.
 
 Flags
 {{flags}}
 
-Exit codes: 0 the view is saved or written · 2 it cannot be, or a mistake in the command
+Exit codes: 0 the view is saved or written · 2 it cannot be, or a mistake in the
+command
 """
 
 

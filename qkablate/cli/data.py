@@ -31,9 +31,11 @@ Usage: qkablate data list [--json]
   list     all texts and tasks, and what is prepared on this machine
   prepare  convert text to tokens on disk, once; train does so itself if needed
   info     source, splits, counts, tokenizer, fingerprint
-  show     windows as the model receives them: text, or the sequences of a task with their answers
+  show     windows as the model receives them: text, or the sequences of a task
+           with their answers
 
-Keys are those of `qkablate train`: data=NAME and all of data.*, model.context, seed.
+Keys are those of `qkablate train`: data=NAME and all of data.*, model.context,
+seed.
 
 Flags
 {flags}
@@ -42,7 +44,7 @@ Examples
   qkablate data list
   qkablate data prepare data=stdlib data.tokenizer=bpe
   qkablate data prepare data=wikitext2
-  qkablate data prepare data=hub data.name=roneneldan/TinyStories data.max_tokens=10_000_000
+  qkablate data prepare data=hub data.name=roneneldan/TinyStories
   qkablate data info data=text data.path=book.txt data.tokenizer=chars
   qkablate data show data=recall data.pairs=4 model.context=32
 """

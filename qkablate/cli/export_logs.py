@@ -13,13 +13,15 @@ from qkablate.tracking.export.run_log import RunLog, read_run_log
 
 MODULES = {"tensorboard": ("tensorboard",), "mlflow": ("mlflow", "sqlalchemy", "alembic")}
 
-HELP = """qkablate export-logs: metrics, config and result of runs, for TensorBoard or MLflow.
+HELP = """qkablate export-logs: logs of runs, for TensorBoard or MLflow.
 
-Usage: qkablate export-logs [SWEEP | RUN …] --to tensorboard|mlflow --into FOLDER [out=FOLDER]
+Usage: qkablate export-logs [SWEEP | RUN …] --to tensorboard|mlflow
+                            --into FOLDER [out=FOLDER]
 
-Each argument is a folder, or the beginning of a name or id; the default is every run in `out`. A
-sweep stands for its runs. The same command, given again, adds what is new: a run that has not
-changed is skipped, and one that has is replaced. Nothing in `out` is changed.
+Each argument is a folder, or the beginning of a name or id; the default is
+every run in `out`. A sweep stands for its runs. The same command, given again,
+adds what is new: a run that has not changed is skipped, and one that has is
+replaced. Nothing in `out` is changed.
 
 Examples
   qkablate export-logs --to tensorboard --into boards       every run in outputs
@@ -27,15 +29,17 @@ Examples
   qkablate export-logs merged_w-d128 --to mlflow --into ml  a run
 
   tensorboard --logdir boards                               shows the first two
-  mlflow ui --backend-store-uri sqlite:///ml/mlflow.db      shows the third; needs all of mlflow
+  mlflow ui --backend-store-uri sqlite:///ml/mlflow.db      shows the third;
+                                                            needs all of mlflow
 
-Each target needs its extra: pip install 'qkablate[tensorboard]', pip install 'qkablate[mlflow]'.
+Each target needs its extra, in a clone: pip install '.[tensorboard]' or
+'.[mlflow]'.
 
 Flags
 {flags}
 
-Exit codes: 0 every run is exported · 1 a run could not be read, or FOLDER not be written ·
-2 a mistake in the command, or a missing extra
+Exit codes: 0 every run is exported · 1 a run could not be read, or FOLDER not
+be written · 2 a mistake in the command, or a missing extra
 """
 
 PARSER = Parser(HELP, ("sweep", "run"), ("out=",))

@@ -29,13 +29,15 @@ if TYPE_CHECKING:
 
 HELP = """qkablate inspect: measures of the circuits and the attention of a trained run.
 
-Usage: qkablate inspect RUN [key=value …] [--layer N] [--head N] [--text TEXT] [--json]
+Usage: qkablate inspect RUN [key=value …] [--layer N] [--head N] [--text TEXT]
+                        [--json]
                             [-o FILE]
 
-RUN is a run's folder, or the beginning of its name or id in outputs/runs. Its newest checkpoint is
-used; the run may still be training. Two tables describe the matrices B_h (the scores of head h) and
-M_h (its output), the third describes the attention at the beginning of the validation split, if
-that is prepared on this machine. Training logs the same numbers (diagnostics.every).
+RUN is a run's folder, or the beginning of its name or id in outputs/runs. Its
+newest checkpoint is used; the run may still be training. Two tables describe
+the matrices B_h (the scores of head h) and M_h (its output), the third
+describes the attention at the beginning of the validation split, if that is
+prepared on this machine. Training logs the same numbers (diagnostics.every).
 
 Flags
 {flags}
@@ -44,31 +46,38 @@ Keys
   step=N              the checkpoint of this step (default: the newest)
   out=outputs         the folder that holds runs/
   data.cache=FOLDER   where the run's data is prepared (default: as in train)
-  variant.file=PATH   the file of the run's own circuit, if it was trained with one
-  variant.qk=NAME     the name of its QK circuit, if it comes from an installed package
+  variant.file=PATH   the file of the run's own circuit, if it was trained with
+                      one
+  variant.qk=NAME     the name of its QK circuit, if it comes from an installed
+                      package
   variant.ov=NAME     the same for its OV circuit
 
 Measures of B_h and M_h
   stable_rank     ‖B‖² / σ₁², the number of directions that carry the norm
   effective_rank  exp of the entropy of the normalized singular values σ
   nuclear         Σσ
-  frobenius       ‖B‖; of B_h at the score scale of standard, so that variants are comparable
+  frobenius       ‖B‖; of B_h at the score scale of standard, so that variants
+                  are comparable
   symmetry        1: B = Bᵀ, -1: B = -Bᵀ
-  directionality  1: single columns dominate (of B_h: properties of keys; of M_h: outputs), -1:
-                  single rows (queries; inputs)
+  directionality  1: single columns dominate (of B_h: properties of keys; of
+                  M_h: outputs), -1: single rows (queries; inputs)
   moved           ‖B - B_start‖ / ‖B_start‖
   off_rank        ‖B - its best approximation of rank d_head‖ / ‖B‖
-  balance         0: the two factors have equal norms, 1: one of them has all of it
+  balance         0: the two factors have equal norms, 1: one of them has all of
+                  it
 
 Measures of the attention
   score_std       standard deviation of the scores of a query
   score_max       the largest score
   entropy         of the weights of a query, in nats
-  self, first, previous  weight on the query's own position, the first, the preceding one
+  self, first, previous  weight on the query's own position, the first, the
+                         preceding one
   sink            weight of the most attended position beyond an equal share
-  induction       on a repeated random block: weight on the token after the same token
+  induction       on a repeated random block: weight on the token after the same
+                  token
   repeat_previous on the same block: weight on the preceding token
-  rounding        ‖X(W_q W_kᵀ)Xᵀ - (XW_q)(XW_k)ᵀ‖ / ‖(XW_q)(XW_k)ᵀ‖ in the precision of training
+  rounding        ‖X(W_q W_kᵀ)Xᵀ - (XW_q)(XW_k)ᵀ‖ / ‖(XW_q)(XW_k)ᵀ‖ in the
+                  precision of training
   rounding_fp64   the same in fp64
 
 Examples
@@ -76,7 +85,7 @@ Examples
   qkablate inspect merged_w --layer 0 --head 2
   qkablate inspect merged_w --layer 0 --head 2 --text 'def main(self):'
   qkablate inspect merged_w --text 'def main(self):' -o heads.svg
-  qkablate inspect outputs/runs/merged_w-d128-h4-s0-0123456789ab --json > merged_w.json
+  qkablate inspect merged_w-d128-h4-s0-0123456789ab --json > merged_w.json
 """
 KEYS = ("step", "out", "data.cache", *CIRCUIT_KEYS)
 _PARTS = {"qk": "B_h, the scores of a head", "ov": "M_h, the output of a head"}

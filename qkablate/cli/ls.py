@@ -1,6 +1,7 @@
 """`qkablate ls`: the runs and sweeps in a folder."""
 
 import fnmatch
+import itertools
 import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -8,9 +9,17 @@ from typing import Any
 
 import yaml
 
-from qkablate.cli.arguments import Parser, one_of, out_words, split_runs, take_out, whole_number
+from qkablate.cli.arguments import (
+    Parser,
+    convert_value,
+    one_of,
+    out_words,
+    split_runs,
+    take_out,
+    whole_number,
+)
 from qkablate.cli.names import known_names
-from qkablate.config import KEYS, flatten
+from qkablate.config import KEYS, Role, flatten, keys_with
 from qkablate.errors import UserError, nearest_hint, sanitize
 from qkablate.report.text.table import format_known
 from qkablate.runs.lease import LeaseObserver
@@ -35,25 +44,31 @@ _KEYS = {
     "seed": "seed",
     "status": "status",
 }
+STATUSES = ("done", "diverged", "failed", "running", "interrupted", "damaged", "unfinished")
 SORTS = ("age", "name", "loss", *_KEYS)
 
 HELP = """qkablate ls: the runs and sweeps in a folder, the newest first.
 
-Usage: qkablate ls [WORD …] [--sort KEY] [--limit N | --all] [--json] [out=FOLDER]
+Usage: qkablate ls [WORD …] [--sort KEY] [--limit N | --all] [--json]
+                   [out=FOLDER]
 
-A run or sweep is listed if every WORD fits it. A WORD is a part of a name, a pattern such as
-'standard*s0*', or key=value of the config: the keys of `qkablate train`, and status. Values are
-separated by commas. A sweep fits if one of its arms does.
+A run or sweep is listed if every WORD fits it. A WORD is a part of a name, a
+pattern such as 'standard*s0*', or key=value of the config: the keys of
+`qkablate train`, and status. Values are separated by commas. A sweep fits if
+one of its arms does.
 
 Examples
   qkablate ls                                   everything in outputs/
   qkablate ls merged_w                          what has merged_w in its name
   qkablate ls variant=merged_w status=done      runs of merged_w that are done
-  qkablate ls data=stdlib,induction lr=1e-3     of two data sets, at one learning rate
+  qkablate ls data=stdlib,induction lr=1e-3     of two data sets, at one
+                                                learning rate
   qkablate ls model.d_model=128 --sort loss     the lowest test loss first
 
-Columns: a name is variant, width, heads and seed, and how the id begins; any verb takes it as RUN.
-Losses are in nats per token. Status is done, diverged, failed, running, interrupted or damaged.
+Columns: a name is variant, width, heads and seed, and how the id begins; any
+verb takes it as RUN. Losses are in nats per token. Status is done, diverged,
+failed, running, interrupted or damaged; that of a sweep done, running,
+unfinished or damaged.
 
 Flags
 {flags}
@@ -84,6 +99,7 @@ def main(argv: list[str]) -> int:
         folders = folders[:limit]
     observer = LeaseObserver()
     runs = [summarize_run(folder, observer) for folder in folders]
+    found = runs
     if wanted:
         runs = [run for run in runs if _fits({**run.settings, "status": run.status}, wanted)]
         total = len(runs)
@@ -95,13 +111,26 @@ def main(argv: list[str]) -> int:
     elif runs or sweeps:
         _print(shown, total, sweeps, limit, out)
     else:
-        known = [format_count(len(known_names(k, out)), k) for k in ("run", "sweep")]
-        fitting = " ".join(words)
-        print(
-            sanitize(f"'{out}' has {' and '.join(known)}" + f"; none fits {fitting}" * bool(words))
-        )
-        print_next_commands(["ls", *out_words(out)] if words else ["train", *out_words(out)])
+        _print_nothing(words, found, out)
     return 0
+
+
+def _print_nothing(words: list[str], runs: list[RunSummary], out: str) -> None:
+    """Print that nothing fits the words; with the nearest name or value, those of `runs`."""
+    names = {kind: known_names(kind, out) for kind in ("run", "sweep")}
+    text = f"'{out}' has {' and '.join(format_count(len(n), kind) for kind, n in names.items())}"
+    known = {
+        part  # a name, its part before the id, and its first word
+        for name in itertools.chain(*names.values())
+        for part in (name, name.rpartition("-")[0], name.split("-")[0])
+    }
+    for run in runs:
+        known |= {f"{key}={run.get(_KEYS[key])}" for key in ("variant", "data")}
+    if words:
+        hints = [nearest_hint(word, known) for word in words if word not in known]
+        text += f"; none fits {' '.join(words)}{next(filter(None, hints), '')}"
+    print(sanitize(text))
+    print_next_commands(["ls", *out_words(out)] if words else ["train", *out_words(out)])
 
 
 def parse_filter(pair: str) -> tuple[str, list[Any]]:
@@ -113,7 +142,10 @@ def parse_filter(pair: str) -> tuple[str, list[Any]]:
         raise UserError(f"{key}: there is no such key{nearest_hint(key, known)}")
     if not text:
         raise UserError(f"{key}: a value is missing; write {key}=VALUE")
-    return full, [_parse_value(value) for value in text.split(",")]
+    values = text.split(",")
+    if full == "status":
+        return full, [convert_value(key, value, one_of(STATUSES)) for value in values]
+    return full, [_parse_value(value) for value in values]
 
 
 def _parse_value(text: str) -> Any:
@@ -239,17 +271,30 @@ def _cell(run: RunSummary, key: str) -> str:
 def _next_commands(
     runs: list[RunSummary], sweeps: list[dict[str, Any]], out: str
 ) -> list[list[str]]:
-    """Return what may follow: the answer of the newest sweep, and a look at the newest runs."""
+    """Return what may follow: the results of the newest sweep, and two runs side by side."""
     commands = []
     if sweeps and sweeps[0]["runs"]:
         verb = "results" if sweeps[0]["counts"].get("done") else "status"
         commands.append([verb, sweeps[0]["name"]])
     short = shorten_names(run.name for run in runs)
-    done = [short[run.name] for run in runs if run.status == "done"]
-    if len(done) > 1:
-        commands.append(["compare", *done[:2]])
+    done = [run for run in runs if run.status == "done"]
+    if pair := _find_pair(done):
+        commands.append(["compare", *(short[run.name] for run in pair)])
     elif done:
-        commands.append(["inspect", done[0]])
+        commands.append(["inspect", short[done[0].name]])
     if not commands and runs:
         commands.append(["report", short[runs[0].name]])
     return [[*words, *out_words(out)] for words in commands]
+
+
+def _find_pair(runs: list[RunSummary]) -> tuple[RunSummary, RunSummary] | None:
+    """Return the newest run that has a baseline among the runs, and that baseline."""
+    ignored = {*keys_with(Role.VARIANT | Role.LOCAL), "variant.lr", "out"}
+
+    def shared(run: RunSummary) -> str:
+        return str([item for item in run.settings.items() if item[0] not in ignored])
+
+    standard = [run for run in runs if run.get("variant.name") == "standard"]
+    baselines = {shared(run): run for run in reversed(standard)}
+    arms = [run for run in runs if run.get("variant.name") not in ("standard", "uniform")]
+    return next(((run, baselines[key]) for run in arms if (key := shared(run)) in baselines), None)

@@ -25,35 +25,42 @@ if TYPE_CHECKING:
 
 HELP = """qkablate project: convert a trained run to another variant and fine-tune it.
 
-Usage: qkablate project RUN [RUN …] variant=NAME [finetune.steps=200] [key=value …] [--json]
+Usage: qkablate project RUN [RUN …] variant=NAME [finetune.steps=200]
+                        [key=value …] [--json]
 
-RUN is a run's folder, or the beginning of its name or id. All weights outside the two circuits are
-copied; the circuits of each layer are set to the closest ones that the variant can represent, with
-the heads assigned so that the loss is smallest. Then two runs are trained, each in its own folder:
-the projected model, and the trained model as it is, for the same number of steps, with the same
-settings and the batches that follow those of RUN. The variant's own run from scratch is used if it
-exists. So a gap is split:
+RUN is a run's folder, or the beginning of its name or id. All weights outside
+the two circuits are copied; the circuits of each layer are set to the closest
+ones that the variant can represent, with the heads assigned so that the loss is
+smallest. Then two runs are trained, each in its own folder: the projected
+model, and the trained model as it is, for the same number of steps, with the
+same settings and the batches that follow those of RUN. The variant's own run
+from scratch is used if it exists. So a gap is split:
 
   at once       projected − trained
-  finetuned     the same after fine-tuning: an upper bound of what the variant cannot represent
+  finetuned     the same after fine-tuning: an upper bound of what the variant
+                cannot represent
   from scratch  the variant's run − RUN
-  training      from scratch − finetuned: a lower bound of what training does not find
+  training      from scratch − finetuned: a lower bound of what training does
+                not find
 
-The learning rate of fine-tuning is 0.3 of RUN's (optim.lr), with a warm-up of a twentieth of the
-steps. From scratch the variant is trained at RUN's rate; if there are runs at other rates, all else
-equal, the one with the lowest validation loss is used. If there are none, another rate may be
-better, and `training` is overestimated. Several RUNs are one arm with several seeds: each gap then
-has its mean and its interval.
+The learning rate of fine-tuning is 0.3 of RUN's (optim.lr), with a warm-up of a
+twentieth of the steps. From scratch the variant is trained at RUN's rate; if
+there are runs at other rates, all else equal, the one with the lowest
+validation loss is used. If there are none, another rate may be better, and
+`training` is overestimated. Several RUNs are one arm with several seeds: each
+gap then has its mean and its interval.
 
-RUN's data is looked up in your own cache, by its fingerprint. Paths in RUN's folder are not read:
-if the text is not prepared, give data.path (or data.name). W&B's keys, threads and caches are
-yours, not RUN's.
+RUN's data is looked up in your own cache, by its fingerprint. Paths in RUN's
+folder are not read: if the text is not prepared, give data.path (or data.name).
+W&B's keys, threads and caches are yours, not RUN's.
 
 Keys
   variant=NAME       the variant, or variant.qk=…, variant.ov=…, as in train
   finetune.steps=200 steps of both runs
-  optim.lr=RATE      and other keys of train and optim that are to differ from RUN's
-  tracking.KEY=…     as in train; the default group in W&B is finetuned-… with RUN's arm
+  optim.lr=RATE      and other keys of train and optim that are to differ from
+                     RUN's
+  tracking.KEY=…     as in train; the default group in W&B is finetuned-… with
+                     RUN's arm
   data.cache=FOLDER  where RUN's data is prepared (default: as in train)
   data.path=PATH     the text that RUN was trained on, if it is not prepared yet
   out=outputs        the folder that holds runs/
@@ -63,14 +70,15 @@ Flags
 
 Examples
   qkablate project standard variant=no_q
-  qkablate project standard variant=low_rank_w variant.rank=4 finetune.steps=1000
-  qkablate project standard-d128-h4-s0 standard-d128-h4-s1 standard-d128-h4-s2 variant=shared_qk
+  qkablate project standard variant=low_rank_w variant.rank=4 finetune.steps=50
+  qkablate project standard-d128-h4-s0 standard-d128-h4-s1 variant=shared_qk
 
-The same command, given again, resumes runs that were stopped or killed and skips those that are
-done.
+The same command, given again, resumes runs that were stopped or killed and
+skips those that are done.
 
-Exit codes: 0 done · 1 a run failed, or another process trains it · 2 a mistake in the command ·
-3 diverged · 128 + signal interrupted, as 130 by Ctrl-C (checkpoint written)
+Exit codes: 0 done · 1 a run failed, or another process trains it · 2 a mistake
+in the command · 3 diverged · 128 + signal interrupted, as 130 by Ctrl-C
+(checkpoint written)
 """
 KEYS = ("variant=", "finetune.steps=", "optim.lr=", "data.cache=", "data.path=", "out=")
 _USAGE = "qkablate project RUN variant=NAME"

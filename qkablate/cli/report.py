@@ -8,36 +8,37 @@ from typing import Any
 from qkablate.cli.arguments import Parser, margin, one_of, out_words, take_out
 from qkablate.cli.names import KINDS, Source, find_sources
 from qkablate.disk import replace_file
-from qkablate.errors import UserError, nearest_hint, sanitize
+from qkablate.errors import UserError, not_one_of, sanitize
 from qkablate.table import format_bytes, format_count, format_list, print_next_commands
 
 FORMATS = ("html", "md", "png", "svg")
 
-HELP = """qkablate report: the results of runs, as one page to read and to send to a colleague.
+HELP = """qkablate report: the results of runs, as a page to read and to send.
 
-Usage: qkablate report [SWEEP | RUN | CLAIM …] [-o FILE] [--format html|md|png|svg]
-                       [--margin NATS] [out=FOLDER]
+Usage: qkablate report [SWEEP | RUN | CLAIM …] [-o FILE]
+                       [--format html|md|png|svg] [--margin NATS] [out=FOLDER]
 
-Each argument is a folder, or the beginning of a name or id; the default is the newest sweep
-or, where there is none, every run. Each sweep and each claim is a section of the page; runs that
-are named one by one share a section.
+Each argument is a folder, or the beginning of a name or id; the default is the
+newest sweep or, where there is none, every run. Each sweep and each claim is a
+section of the page; runs that are named one by one share a section.
 
 Examples
-  qkablate report                          the newest sweep: report.html in its folder
+  qkablate report                        the newest: report.html in its folder
   qkablate report quick -o quick.html
-  qkablate report quick --format svg       its charts, one file each, for a paper
-  qkablate report quick -o quick.md        its text and tables
-  qkablate report one_head                 a claim, with its verdict
-  qkablate report outputs/runs/standard-*  these runs, paired by seed where possible
-  qkablate report quick --margin 0.01      and which arms are not worse by 0.01
+  qkablate report quick --format svg     its charts, one file each, for a paper
+  qkablate report quick -o quick.md      its text and tables
+  qkablate report one_head               a claim, with its verdict
+  qkablate report outputs/runs/standard-*   these runs, paired where possible
+  qkablate report quick --margin 0.01    and which arms are not worse by 0.01
 
-The page is self-contained, its charts included: it opens from disk and needs no network. It states
-how much is missing where runs are not done.
+The page is self-contained, its charts included: it opens from disk and needs no
+network. It states how much is missing where runs are not done.
 
 Flags
 {flags}
 
-Exit codes: 0 the report is written · 2 it cannot be written, or a mistake in the command
+Exit codes: 0 the report is written · 2 it cannot be written, or a mistake in
+the command
 """
 _MAX_WORDS = 4  # runs or sweeps that the command printed at the end repeats
 
@@ -85,8 +86,7 @@ def _choose_format(form: str | None, target: str | None) -> str:
     if form is None:
         form = extension if target else "html"
         if form not in FORMATS:
-            allowed = f"{', '.join(FORMATS)}{nearest_hint(form, FORMATS)}"
-            raise UserError(f"-o {target}: the extension '{form}' is not one of {allowed}")
+            raise UserError(f"-o {target}: the extension {not_one_of(form, FORMATS)}")
     elif extension in FORMATS and extension != form:
         raise UserError(f"-o: '{target}' ends in .{extension}, and --format is {form}")
     return form

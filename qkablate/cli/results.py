@@ -24,42 +24,47 @@ if TYPE_CHECKING:
 
 FORMATS = ("table", "csv", "json", "md")
 
-HELP = """qkablate results: the comparisons of a sweep or of some runs, with their uncertainty.
+HELP = """qkablate results: the comparisons of runs, with their uncertainty.
 
 Usage: qkablate results [SWEEP | RUN …] [--margin NATS] [--all]
                         [--format table|csv|json|md | --json]
                         [--times FILE] [out=FOLDER]
 
-Each argument is a folder, or the beginning of a name or id; the default is the newest sweep or,
-where there is none, every run. Runs are paired by seed where possible.
+Each argument is a folder, or the beginning of a name or id; the default is the
+newest sweep or, where there is none, every run. Runs are paired by seed where
+possible.
 
 Examples
   qkablate results                       the newest sweep
   qkablate results outputs/runs/*        runs without a sweep
-  qkablate results quick --all           and all details: ranks, rates, curves, distances, fronts
+  qkablate results quick --all           and all details: ranks, rates, curves,
+                                         distances, fronts
   qkablate results quick --margin 0.01   and which arms are not worse by 0.01
   qkablate results quick --format md     tables to paste
-  qkablate results quick --json          everything: every run, every check of the audit
+  qkablate results quick --json          everything: every run, every check of
+                                         the audit
   qkablate results quick --format csv    one row per gap
   qkablate cost variant=standard,merged_w --measure --json > times.json
   qkablate results --times times.json    with the Pareto front of loss and time
 
 Without --all, only the verdicts and what the audit warns of.
 
-A gap is the test loss of an arm minus that of its baseline with the same seed, in nats. The
-interval over pairs decides: Student's t, widened where the gaps are skewed. `p` is adjusted by
-Holm's method over all gaps shown. `detectable` is the smallest gap that these seeds detect with
-80 % power. The BCa bootstrap and the exact sign-flip test
-are shown for comparison. `SE over documents` is the gap's standard error over the documents of the
-test text, which the interval over seeds leaves out. The audit lists what else than the arm may
-explain the gap. The function distance measures how much the predictions of arm and baseline differ,
-next to the distance between two seeds and the distance that rounding alone causes
-(variant=standard_reassociated).
+A gap is the test loss of an arm minus that of its baseline with the same seed,
+in nats. The interval over pairs decides: Student's t, widened where the gaps
+are skewed. `p` is adjusted by Holm's method over all gaps shown. `detectable`
+is the smallest gap that these seeds detect with 80 % power. The BCa bootstrap
+and the exact sign-flip test are shown for comparison. `SE over documents` is
+the gap's standard error over the documents of the test text, which the interval
+over seeds leaves out. The audit lists what else than the arm may explain the
+gap. The function distance measures how much the predictions of arm and baseline
+differ, next to the distance between two seeds and the distance that rounding
+alone causes (variant=standard_reassociated).
 
 Flags
 {flags}
 
-Exit codes: 0 every run is done or has diverged · 1 some are not · 2 a mistake in the command
+Exit codes: 0 every run is done or has diverged · 1 some are not · 2 a mistake
+in the command
 """
 
 
@@ -71,7 +76,7 @@ PARSER.option(
     " detected does not show equality",
     margin,
 )
-PARSER.switch("--all", "show the tables of all details before the verdicts")
+PARSER.switch("--all", "show the tables of all details, in place of that of the verdicts")
 PARSER.option("--format", "|".join(FORMATS), "output format", one_of(FORMATS))
 PARSER.switch("--json", "the same as --format json")
 PARSER.option(
@@ -100,6 +105,7 @@ def main(argv: list[str]) -> int:
     ((kind, folders),) = sources
 
     from qkablate.analysis.comparison.ranking import read_times
+    from qkablate.analysis.next_sweep import propose_next_sweep
     from qkablate.analysis.study.standalone_runs import read_standalone_runs
     from qkablate.analysis.study.study import read_study
     from qkablate.report.section import Section
@@ -126,9 +132,8 @@ def main(argv: list[str]) -> int:
         elif form == "md":
             print(f"# {study.name}\n\n" + "\n\n".join(map(format_markdown, make_tables(summary))))
         else:
-            # The details come first, so that the answer is last on the screen.
             show_all = args.all or bool(args.times)  # times are asked for their front
-            print_tables([*(make_tables(summary) * show_all), *make_verdict_tables(summary)])
+            print_tables(make_tables(summary) if show_all else make_verdict_tables(summary))
             for line in study.unread:
                 print_text(sanitize(f"\nnot read: {line}"))
             print()
@@ -138,8 +143,8 @@ def main(argv: list[str]) -> int:
             times_file = ["--times", args.times] if args.times else []
             command = ["results", *named, *margin, *times_file]
             more = [*study.resume_commands]
-            if summary.tuning is not None and study.is_complete:
-                more.append([*summary.tuning.command, *study.cli_arguments[1:], "--dry-run"])
+            if study.is_complete and (sweep := propose_next_sweep(study, summary)):
+                more.append([*sweep, *study.cli_arguments[1:], "--dry-run"])
             more += [[*command, "--margin", "0.01"]] if args.margin is None else []
             more += [] if show_all else [[*command, "--all"]]
             print_next_commands(*more, ["report", *named, *margin], [*command, "--json"])
@@ -153,7 +158,7 @@ def print_tables(tables: "list[Table]") -> None:
         print("\n" * bool(number), end="")
         print_heading(sanitize(table.title))
         print()
-        print_table(table.columns, [[*map(sanitize, row)] for row in table.rows], 1, table.wrap)
+        print_table(table.columns, [[*map(sanitize, row)] for row in table.rows])
         for note in table.notes:
             print_text(sanitize(f"  {note}"))
 

@@ -25,19 +25,23 @@ HELP = """qkablate sample: generate text with a trained run.
 
 Usage: qkablate sample RUN [key=value …]
 
-RUN is a run's folder, or the beginning of its name or id in outputs/runs. Its newest checkpoint is
-used; the run may still be training. When the text exceeds the model's context, generation continues
-from the last half of the context.
+RUN is a run's folder, or the beginning of its name or id in outputs/runs. Its
+newest checkpoint is used; the run may still be training. When the text exceeds
+the model's context, generation continues from the last half of the context.
 
 Keys
-  prompt=TEXT        the beginning of the text, verbatim: \\n is not a newline (default: a newline)
+  prompt=TEXT        the beginning of the text, verbatim: \\n is not a newline
+                     (default: a newline)
   tokens=200         how many to generate
-  temperature=0.8    below 1 for less randomness; 0 always takes the most likely token
+  temperature=0.8    below 1 for less randomness; 0 always takes the most likely
+                     token
   top_k=K            draw from the K most likely tokens only (default: from all)
   seed=0             the same seed gives the same text
   out=outputs        the folder that holds runs/
-  variant.file=PATH  the file of the run's own circuit, if it was trained with one
-  variant.qk=NAME    the name of its QK circuit, if it comes from an installed package
+  variant.file=PATH  the file of the run's own circuit, if it was trained with
+                     one
+  variant.qk=NAME    the name of its QK circuit, if it comes from an installed
+                     package
   variant.ov=NAME    the same for its OV circuit
 
 Flags
@@ -47,7 +51,7 @@ Prompt and text go to stdout, the run and the speed to stderr.
 
 Examples
   qkablate sample merged_w prompt='def main('
-  qkablate sample outputs/runs/merged_w-d128-h4-s0-0123456789ab temperature=0 tokens=50
+  qkablate sample merged_w-d128-h4-s0-0123456789ab temperature=0 tokens=50
   qkablate sample 0123 seed=1 top_k=20 prompt=$'import os\\n' > text.txt
 """
 

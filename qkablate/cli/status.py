@@ -24,7 +24,8 @@ HELP = """qkablate status: the progress of a sweep, read from the folders of its
 
 Usage: qkablate status [SWEEP] [--watch | --json | --csv] [out=FOLDER]
 
-SWEEP is a sweep's folder, or the beginning of its name or id; the default is the newest sweep.
+SWEEP is a sweep's folder, or the beginning of its name or id; the default is
+the newest sweep.
 
 Examples
   qkablate status                     the newest sweep
@@ -35,7 +36,8 @@ Examples
 Flags
 {flags}
 
-Exit codes: 0 every run is done or has diverged · 1 some are not · 2 a mistake in the command
+Exit codes: 0 every run is done or has diverged · 1 some are not · 2 a mistake
+in the command
 """
 _INTERVAL = 2.0  # seconds between two updates of --watch
 

@@ -1,5 +1,7 @@
 """`qkablate sweep`: train a frozen grid of runs, on this machine or on a cluster."""
 
+import textwrap
+
 from qkablate.api.sweep import MANY, plan_sweep
 from qkablate.cli.arguments import Parser, folder, one_of
 from qkablate.cli.launch import run_and_print, show_plan
@@ -8,60 +10,68 @@ from qkablate.compose.grid import read_request
 from qkablate.config import conf_dir
 from qkablate.errors import UserError, print_stderr
 
-HELP = """qkablate sweep: train a grid of runs, which is frozen before the first one starts.
+HELP = """qkablate sweep: train a grid of runs, frozen before the first one starts.
 
-Usage: qkablate sweep [sweep=NAME] [control=none,params,flops] [key=value,value …] [--flag …]
+Usage: qkablate sweep [sweep=NAME] [control=none,params,flops]
+                      [key=value,value …] [--flag …]
 
-Keys are those of `qkablate train`; several values make an axis. The same command, given again,
-resumes the sweep; runs that are done are not repeated.
+Keys are those of `qkablate train`; several values make an axis. The same
+command, given again, resumes the sweep; runs that are done are not repeated.
 
 Examples
-  qkablate sweep sweep=quick                        4 variants × 2 widths × 2 head counts × 3 seeds
-  qkablate sweep sweep=quick --dry-run              its plan, and how long it takes here
-  qkablate sweep sweep=quick variant=standard,merged_w model.d_model=64,128 'seed=range(6)'
+  qkablate sweep sweep=quick               4 variants, 4 sizes, 3 seeds
+  qkablate sweep sweep=quick --dry-run     its plan, and how long it takes here
+  qkablate sweep sweep=quick variant=standard,merged_w 'seed=range(6)'
   qkablate sweep variant=standard,no_q 'seed=range(6)' control=none,params
   qkablate sweep variant=standard,merged_w 'seed=range(6)' sweep.tune=true
-  qkablate sweep sweep=quick 'sweep.filter=["model.d_model // model.heads >= 32"]'
-  qkablate status                                   the progress, from another shell
+  qkablate sweep sweep=quick 'sweep.filter=["model.d_model//model.heads >= 32"]'
+  qkablate status                          the progress, from another shell
 
-Sweeps (sweep=…), each a file in conf/sweep, or in DIR/sweep with --config-dir DIR
+Sweeps (sweep=…): files in conf/sweep, or in DIR/sweep with --config-dir DIR
 {sweeps}
 
 Controls: what is held equal (control=…)
   none      every arm keeps the size it is given
   params    the number of parameters of the baseline, without embeddings
   flops     the number of training FLOPs per token
-  control.adjust=mlp       what is adjusted: mlp (its width), d_model, layers; several in one sweep
-                           are written control=params,params-d_model
-  control.tolerance=0.01   largest mismatch; an arm beyond it is left out, with the reason
+  control.adjust=mlp       what is adjusted: mlp (its width), d_model, layers;
+                           several in one sweep are written
+                           control=params,params-d_model
+  control.tolerance=0.01   largest mismatch; an arm beyond it is left out, with
+                           the reason
 
 Keys of a sweep
-  sweep.baseline=standard  the variant that arms of the same size are compared with; or a map of
-                           keys; or null
+  sweep.baseline=standard  the variant that arms of the same size are compared
+                           with; or a map of keys; or null
   sweep.filter=[…]         keep only the arms for which all of these are true
-  sweep.design=grid        or one_at_a_time: the first value of each axis, and each other one alone
-  sweep.tune=true          choose optim.lr and variant.lr for every arm on validation
-                           (sweep.tuning_seeds), then train all seeds at the best rates
+  sweep.design=grid        or one_at_a_time: the first value of each axis, and
+                           each other one alone
+  sweep.tune=true          choose optim.lr and variant.lr for every arm on
+                           validation (sweep.tuning_seeds), then train all seeds
+                           at the best rates
   sweep.name=NAME          the first part of the folder's name
-  engine=local             where to train: local (here), slurm (job arrays), ray;
-                           `engine.…` has the keys of each: docs/clusters.md
-  workers=auto             runs side by side; auto: one per GPU, or one per core on a CPU; on a
-                           cluster as many as fit
+  engine=local             where to train: local (here), slurm (job arrays),
+                           ray; `engine.…` has the keys of each:
+                           docs/clusters.md
+  workers=auto             runs side by side; auto: one per GPU, or one per core
+                           on a CPU; on a cluster as many as fit
   runs_per_gpu=1           runs that share a GPU, with workers=auto
   on_failure=continue      or stop
 
 Flags
 {flags}
 
-Exit codes: 0 every run is done or has diverged · 1 some are not · 2 a mistake in the command ·
-128 + signal interrupted, as 130 by Ctrl-C (checkpoints written; twice: at once)
+Exit codes: 0 every run is done or has diverged · 1 some are not · 2 a mistake
+in the command · 128 + signal interrupted, as 130 by Ctrl-C (checkpoints
+written; twice: at once)
 """
 
 
 def _describe_sweeps() -> str:
     files = sorted((conf_dir() / "sweep").glob("*.yaml"))
     first = {file.stem: file.read_text(encoding="utf-8").splitlines()[0] for file in files}
-    return "\n".join(f"  {name:<9} {line.removeprefix('# ')}" for name, line in first.items())
+    lines = (f"  {name:<9} {line.removeprefix('# ')}" for name, line in first.items())
+    return "\n".join(textwrap.fill(line, 80, subsequent_indent=" " * 12) for line in lines)
 
 
 PARSER = Parser(HELP.replace("{sweeps}", _describe_sweeps()))

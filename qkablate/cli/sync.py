@@ -19,25 +19,28 @@ HELP = """qkablate sync: upload offline logs, with their files, to Weights & Bia
 
 Usage: qkablate sync [SWEEP | RUN …] [--dry-run] [out=FOLDER]
 
-Each argument is a folder, or the beginning of a name or id; the default is everything in `out`. A
-sweep includes its runs. Logs that were uploaded before are skipped, and an interrupted upload is
-continued by the next call. The sessions of a run that was resumed become one W&B run. Runs that are
-being trained are skipped.
+Each argument is a folder, or the beginning of a name or id; the default is
+everything in `out`. A sweep includes its runs. Logs that were uploaded before
+are skipped, and an interrupted upload is continued by the next call. The
+sessions of a run that was resumed become one W&B run. Runs that are being
+trained are skipped.
 
 Examples
   qkablate sync                    everything in outputs
   qkablate sync quick --dry-run    what would be uploaded
-  qkablate sync quick              a sweep: its runs, and the run with its results
+  qkablate sync quick              a sweep: its runs, and the run with its
+                                   results
   qkablate sync merged_w-d128      a run
 
-It needs a key (`wandb login`, or WANDB_API_KEY); the server is W&B's, or WANDB_BASE_URL. Without a
-key, `wandb leet FOLDER/wandb` shows a run in the terminal.
+It needs a key (`wandb login`, or WANDB_API_KEY); the server is W&B's, or
+WANDB_BASE_URL. Without a key, `wandb leet FOLDER/wandb` shows a run in the
+terminal.
 
 Flags
 {flags}
 
-Exit codes: 0 everything is uploaded · 1 something could not be uploaded · 2 a mistake in the
-command, or no key · 130 interrupted
+Exit codes: 0 everything is uploaded · 1 something could not be uploaded · 2 a
+mistake in the command, or no key · 130 interrupted
 """
 _MAX_LINKS = 5
 _PROGRESS_LINES = 20  # without a terminal

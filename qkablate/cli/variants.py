@@ -19,18 +19,20 @@ HELP = """qkablate variants: the catalogue of variants.
 
 Usage: qkablate variants [--json]
 
-A variant parametrizes the scores of a head, scale · x_iᵀ B_h x_j, and the output of a position,
-x_jᵀ M_h. Parameters are per layer, without biases: d is d_model, h heads, k d_head, r variant.rank,
-g variant.groups, T model.context.
+A variant parametrizes the scores of a head, scale · x_iᵀ B_h x_j, and the
+output of a position, x_jᵀ M_h. Parameters are per layer, without biases: d is
+d_model, h heads, k d_head, r variant.rank, g variant.groups, T model.context.
 
-The two circuits combine freely; an unsupported combination is rejected with the reason.
+The two circuits combine freely; an unsupported combination is rejected with the
+reason.
 
 Flags
 {flags}
 
 Examples
   qkablate train variant=low_rank_w variant.rank=8
-  qkablate train variant.qk=merged variant.ov=no_o      a combination without a name of its own
+  qkablate train variant.qk=merged variant.ov=no_o      a combination without a
+                                                        name of its own
   qkablate cost variant=standard,merged_w --at gpt-j    its cost
   qkablate verify variant=merged_w                      its exact checks
 """

@@ -19,18 +19,19 @@ from qkablate.table import (
 if TYPE_CHECKING:
     from qkablate.verify import CheckResult
 
-HELP = """qkablate verify: check the identities that define a variant, to the last digits of fp64.
+HELP = """qkablate verify: check the identities that define a variant, in fp64.
 
 Usage: qkablate verify [key=value …] [--json]
        qkablate verify RUN [variant.file=PATH] [--json]
 
-Without RUN: fresh random weights, all variants or those of `variant=…`, at the size of the model
-keys. With RUN, a run's folder or id: its newest checkpoint, every layer, on the layer's inputs when
-the model reads random tokens.
+Without RUN: fresh random weights, all variants or those of `variant=…`, at the
+size of the model keys. With RUN, a run's folder or id: its newest checkpoint,
+every layer, on the layer's inputs when the model reads random tokens.
 
-Each check is an identity: two ways to compute the same numbers. `residual` is the largest
-difference, relative to the largest number; `fp32` is the same in single precision, with the
-tolerance that its rounding allows. fp64 decides. The exit code is 1 if an identity is violated.
+Each check is an identity: two ways to compute the same numbers. `residual` is
+the largest difference, relative to the largest number; `fp32` is the same in
+single precision, with the tolerance that its rounding allows. fp64 decides. The
+exit code is 1 if an identity is violated.
 
 Examples
   qkablate verify

@@ -98,12 +98,15 @@ def compose(name: str, schema: type[Any], words: list[str], known: Collection[st
     """Compose conf/<name>.yaml with some words, typed by its schema; not to be changed."""
     from hydra.errors import HydraException
     from omegaconf.errors import OmegaConfBaseException
+    from yaml import YAMLError
 
     try:
         folders = tuple(map(str, _search_path()))
         return _compose(name, schema, tuple(words), folders)  # type: ignore[arg-type]
-    except (HydraException, OmegaConfBaseException, ValueError, OverflowError) as error:
+    except (HydraException, OmegaConfBaseException, YAMLError, ValueError, OverflowError) as error:
         raise UserError(format_error(error, known)) from None
+    except OSError as error:  # OmegaConf's for a file with a number or a text
+        raise UserError(f"{' '.join(words)}: a config file has no map of keys: {error}") from None
 
 
 @functools.lru_cache(maxsize=1000)

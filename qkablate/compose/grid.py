@@ -22,6 +22,10 @@ from qkablate.errors import UserError
 from qkablate.sweeps.planning.manifest import RUN_KEYS
 
 
+class EmptyGrid(UserError):
+    """A sweep without an axis."""
+
+
 @dataclass(frozen=True)
 class SweepRequest:
     """A sweep as the user wants it, not yet expanded."""
@@ -57,6 +61,8 @@ def read_request(words: list[str], grid: GridConfig | None = None) -> SweepReque
         check_sweep(settings)
     typed = list(choices)
     from_file = {**settings.sweep.fixed, **settings.sweep.axes}
+    for key in from_file:
+        _check_axis(str(key))
     choices = dict(_parse(_word(key, value)) for key, value in from_file.items()) | choices
     names = choices.pop("control", ["none"])
     control_words = [word for word in settings_words if word.startswith("control.")]
@@ -64,7 +70,7 @@ def read_request(words: list[str], grid: GridConfig | None = None) -> SweepReque
     if control_words and set(names) == {"none"}:
         raise UserError(f"'{control_words[0]}' has no meaning with control=none")
     if not choices.keys() & {*settings.sweep.axes, *typed}:
-        raise UserError(
+        raise EmptyGrid(
             "the grid is empty: give sweep=quick, or axes such as"
             " variant=standard,merged_w 'seed=range(3)'"
         )
@@ -109,6 +115,16 @@ def _is_own(key: str) -> bool:
     if "." not in key and key not in known:
         raise UserError(no_such_key(key, known))
     return False
+
+
+def _check_axis(key: str) -> None:
+    """Raise UserError unless a key of a sweep's file belongs to its runs."""
+    try:
+        is_own = _is_own(key)
+    except UserError as error:
+        raise UserError(f"sweep.axes, sweep.fixed: {error}") from None
+    if is_own:
+        raise UserError(f"sweep.axes, sweep.fixed: {key} is a key of the sweep, not of its runs")
 
 
 def _read_control(name: str, words: list[str]) -> tuple[str, ControlConfig]:

@@ -9,6 +9,8 @@ from pathlib import Path
 from qkablate.config import KEYS, Config, SweepConfig, flatten
 from qkablate.config.sweep import as_word
 
+HELP_WIDTH = 80  # columns, as those of every verb's help
+
 
 @functools.cache
 def register() -> None:
@@ -34,7 +36,8 @@ def format_groups() -> str:
 
     loader = GlobalHydra.instance().config_loader()
     options = {group: loader.get_group_options(group) for group in vars(Config())}
-    return "\n".join(f"{group}: {', '.join(names)}" for group, names in options.items() if names)
+    lines = (f"{group}: {', '.join(names)}" for group, names in options.items() if names)
+    return "\n".join(textwrap.fill(line, HELP_WIDTH, subsequent_indent="  ") for line in lines)
 
 
 def format_keys() -> str:
@@ -43,6 +46,6 @@ def format_keys() -> str:
     for name, default in flatten(Config()).items():
         info = KEYS[name]
         used_by = f" (data={', '.join(info.used_by)})" if len(info.used_by) in range(1, 3) else ""
-        text = f"{f'{name}={as_word(default)}':<37}{info.help}{used_by}"
-        lines += textwrap.wrap(text, 100, subsequent_indent=" " * 37)
+        text = f"{f'{name}={as_word(default)}':<35} {info.help}{used_by}"
+        lines += textwrap.wrap(text, HELP_WIDTH, subsequent_indent=" " * 36)
     return "\n".join(lines)

@@ -8,10 +8,16 @@ from collections.abc import Collection
 from typing import Any
 
 from qkablate.config import KEYS, check_digits, conf_dir, explain, no_such_key
-from qkablate.errors import UserError, nearest_hint
+from qkablate.errors import UserError, find_nearest, not_one_of
 
 MAX_JOBS = 10_000  # of one command: each is checked before the first one starts
 MAX_VALUES = 1_000_000  # of one key
+# The commands that list the files of a group; those of most are in the help of `train`.
+_LISTS = {"variant": "qkablate variants", "data": "qkablate data list"}
+_LISTS |= {"sweep": "qkablate sweep --help"}
+# Functions of Hydra that give a key several values, with an example of each.
+_FUNCTIONS = {"range": "range(5)", "choice": "choice(a,b)", "glob": "glob(*)"}
+_MOST_NAMES = 12  # keys of a section that a message lists
 _MAX_NAME = 200  # bytes of a file's name, with room for its suffix
 
 
@@ -97,6 +103,7 @@ def format_error(error: Exception, known: Collection[str] = ()) -> str:
     """Format an error of Hydra or OmegaConf as one line; `known` keys default to those of a run."""
     known = known or KEYS
     from hydra.errors import MissingConfigException, OverrideParseException
+    from yaml import YAMLError
 
     text = str(error)
     if isinstance(error, UserError):
@@ -106,13 +113,24 @@ def format_error(error: Exception, known: Collection[str] = ()) -> str:
         options = sorted(error.options or ())
         if not group:
             return f"there is no configuration called '{name}'"
-        return f"{group}: '{name}' is not one of {', '.join(options)}{nearest_hint(name, options)}"
+        return f"{group}: {not_one_of(name, options, _LISTS.get(group, 'qkablate train --help'))}"
     if isinstance(error, OverrideParseException):
         if "=" not in error.override:
             return f"'{error.override}' is not key=value, as in variant=merged_w"
         key, _, value = error.override.partition("=")
+        name, parenthesis, _ = value.partition("(")
+        if parenthesis and (nearest := find_nearest(name, _FUNCTIONS)):
+            hint = "" if name == nearest else f" (nearest: {nearest})"
+            example = f"'{key}={_FUNCTIONS[nearest]}'"
+            return f"{key}: '{value}'{hint} cannot be read; write it as in {example}"
         hint = "quote a value with special characters"
         return f"""'{error.override}' cannot be read; {hint}: '{key}="{value.strip('"')}"'"""
+    if isinstance(error, YAMLError):
+        return f"not YAML: {' '.join(text.split())}"
+    if match := re.match(
+        r"In '([^']+)': \w+ raised while composing config:\n(.*)", text, re.DOTALL
+    ):
+        return f"{match[1]}.yaml: {_explain_in_file(match[2], known)}"
     # Hydra wraps the error of OmegaConf, or words its own about a key.
     cause = error.__cause__
     if match := re.search(r"Could not override '([\w.@/]+)'", text):
@@ -129,3 +147,18 @@ def format_error(error: Exception, known: Collection[str] = ()) -> str:
         )
     source: Any = cause if cause is not None and hasattr(cause, "full_key") else error
     return explain(source, known)
+
+
+def _explain_in_file(text: str, known: Collection[str]) -> str:
+    """Format OmegaConf's error about a file of the user."""
+    problem = explain(ValueError(text), known)
+    match = re.search(r"^Key '.*full_key: (\S+)", text, re.DOTALL)
+    if match is None:
+        return problem
+    section = match[1].rpartition(".")[0]
+    run_key = match[1].removeprefix("sweep.")
+    if known is not KEYS and any(f"{key}.".startswith(f"{run_key}.") for key in KEYS):
+        return f"{run_key} is a key of the runs; write it in axes or fixed"
+    names = [key.removeprefix(f"{section}.") for key in known if key.startswith(f"{section}.")]
+    names = names or list(dict.fromkeys(key.partition(".")[0] for key in known))
+    return f"{problem}; allowed: {', '.join(names)}" if len(names) <= _MOST_NAMES else problem

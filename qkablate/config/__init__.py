@@ -40,7 +40,7 @@ from qkablate.config.variant import (
     resolve_variant,
     variants,
 )
-from qkablate.errors import ImpossibleConfig, UserError, nearest_hint, reject_secrets
+from qkablate.errors import ImpossibleConfig, UserError, not_one_of, reject_secrets
 
 __all__ = [
     "DATA_KEYS",
@@ -144,10 +144,8 @@ def check(config: Config) -> None:
     if config.compile not in (True, False, "auto"):
         raise UserError(f"compile: '{config.compile}' is not one of auto, true, false")
     if not re.fullmatch(r"auto|cpu|mps|cuda(:\d+)?", config.device, re.ASCII):
-        hint = nearest_hint(config.device, ("auto", "cpu", "cuda", "mps"))
-        raise UserError(
-            f"device: '{config.device}' is not one of auto, cpu, cuda, cuda:N, mps{hint}"
-        )
+        devices = ("auto", "cpu", "cuda", "cuda:N", "mps")
+        raise UserError(f"device: {not_one_of(config.device, devices)}")
     check_data(config.data)
     if not re.fullmatch(r"\w[\w+-]*", config.variant.name):
         raise UserError(
@@ -254,8 +252,9 @@ def explain(error: BaseException, known: Collection[str] = ()) -> str:
     if isinstance(error, OverflowError):
         return "a number has too many digits"
     known = known or KEYS
-    key = str(getattr(error, "full_key", "") or "").partition("[")[0]
     lines = str(getattr(error, "msg", None) or error).split("\n")
+    named = [line.partition("full_key: ")[2] for line in lines if "full_key: " in line]
+    key = str(getattr(error, "full_key", None) or "".join(named)).partition("[")[0]
     # OmegaConf adds lines about its own types.
     text = " ".join(x.strip() for x in lines if not re.match(r"\s*\w+(_key: |_type=)", x)).strip()
     is_known = key.startswith("hydra.") or any(f"{k}.".startswith(f"{key}.") for k in known)
@@ -273,6 +272,8 @@ def explain(error: BaseException, known: Collection[str] = ()) -> str:
         return f"{key}: '{match[1]}' is not {' or '.join([_TYPES[kind], *words])}{hint}"
     if "not Optional" in text:
         return f"{key}: null is not a value"
+    if re.search(r" to Dict\[|is not a subclass of|merge DictConfig with List", text):
+        return f"{key}: not a map of keys to values".removeprefix(": ")
     if "ListConfig" in text:
-        return f"{key}: a list is written [a,b]"
+        return f"{key}: a list is written [a,b]".removeprefix(": ")
     return f"{key}: {text[:1].lower()}{text[1:]}" if key else text

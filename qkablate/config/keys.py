@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
-from qkablate.errors import UserError, nearest_hint
+from qkablate.errors import UserError, not_one_of
 
 BIG = 2**53  # the largest integer that every reader of JSON keeps exact
 
@@ -64,8 +64,8 @@ class Key:
         if self.bounds is None:
             if not self.choices:
                 return
-            hint = nearest_hint(str(value), self.choices)
-            raise UserError(f"{name}: '{value}' is not one of {', '.join(self.choices)}{hint}")
+            problem = not_one_of(str(value), self.choices, "qkablate train --help")
+            raise UserError(f"{name}: {problem}")
         if isinstance(value, bool) or not isinstance(value, int | float):
             raise UserError(f"{name}: '{value}' is not {self.allowed()}")
         if not self.bounds[0] <= value <= self.bounds[1]:  # false for nan, too

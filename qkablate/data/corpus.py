@@ -8,7 +8,6 @@
 """
 
 import functools
-import hashlib
 import json
 import os
 import shutil
@@ -27,7 +26,7 @@ from qkablate.data.batches import Batch, RandomWindows, sequential_batches, spre
 from qkablate.data.eval_metrics import EvalMetrics
 from qkablate.data.prepare import open_source, prepare
 from qkablate.data.progress import Progress
-from qkablate.disk import hold_lock, make_folder, open_file, read_file, sync_folder, write_synced
+from qkablate.disk import hash_file, hold_lock, make_folder, read_file, sync_folder, write_synced
 from qkablate.errors import ImpossibleConfig, UserError
 from qkablate.strict_json import from_json, hash_json, parse_json
 
@@ -294,5 +293,4 @@ def _verify_sha256(path: Path, expected: str) -> None:
 @functools.lru_cache(maxsize=64)
 def _sha256(path: Path, size: int, changed: int) -> str:
     """Return the hash of a file of this size and time, computed once in a process."""
-    with open_file(path) as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()
+    return hash_file(path)

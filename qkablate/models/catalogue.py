@@ -22,7 +22,7 @@ from qkablate.attention.kernels.dispatch import KernelOptions
 from qkablate.attention.spec import UnsupportedCombination
 from qkablate.config import Config, ModelConfig, VariantConfig, resolve_variant
 from qkablate.config.variant import describe_unused, variant_sites
-from qkablate.errors import ImpossibleConfig, UserError, nearest_hint
+from qkablate.errors import ImpossibleConfig, UserError, not_one_of
 
 ENTRY_POINTS = "qkablate.circuits"  # the entry-point group for circuits of other packages
 GPT2_SIGMA = 0.02
@@ -70,8 +70,8 @@ def circuit_classes(variant: VariantConfig) -> tuple[type[QK], type[OV]]:
     for side, known in (("qk", QK_CIRCUITS), ("ov", OV_CIRCUITS)):
         name, external = getattr(variant, side), _find_external(variant, side)
         if external is None and name not in known:
-            nearest = nearest_hint(name, known)
-            raise UserError(f"variant.{side}: '{name}' is not one of {', '.join(known)}{nearest}")
+            problem = not_one_of(name, known, "qkablate variants")
+            raise UserError(f"variant.{side}: {problem}")
         pair.append(external.circuit if external is not None else known[name])
     return pair[0], pair[1]  # type: ignore[return-value]
 

@@ -4,6 +4,7 @@ import base64
 import gzip
 import hashlib
 import json
+import re
 import time
 from collections.abc import Sequence
 from functools import lru_cache
@@ -22,6 +23,7 @@ from qkablate.report.text.claims import format_claim, make_claim_table
 from qkablate.report.text.numbers import sanitize_all
 from qkablate.report.text.setting import format_question, format_setting
 from qkablate.report.text.summary import list_gaps, summarize
+from qkablate.report.text.table import find_number_columns
 from qkablate.table import format_count
 
 
@@ -45,6 +47,7 @@ def render_page(sections: Sequence[Section], title: str) -> str:
         .replace("LIGHT", to_css(LIGHT))
         .replace("DARK", to_css(DARK)),
         sections=shown,
+        find_number_columns=find_number_columns,
         # Base64 cannot close an HTML element.
         specs=base64.b64encode(gzip.compress(text.encode(), mtime=0)).decode(),
         library=library,
@@ -74,6 +77,11 @@ def _make_section(section: Section, number: int, panels: list[Any]) -> dict[str,
             "claim": claim,
             "heading": "Verdicts" if judgement is None else "Arm by arm",
             "columns": rows.verdict_columns(section),
+            "are_words": [
+                any(isinstance(cell.key, str) for cell in cells)
+                for cells in zip(*verdicts, strict=True)
+            ],
+            "placeholder": _make_placeholder(section),
             "arms": [
                 [{"text": section.labels[row[0].text]}, *(vars(cell) for cell in row[1:])]
                 for row in verdicts
@@ -91,6 +99,12 @@ def _make_section(section: Section, number: int, panels: list[Any]) -> dict[str,
         }
     )
     return content
+
+
+def _make_placeholder(section: Section) -> str:
+    """Return words that find the last arm: no_q d64 of no_q-d64."""
+    last = next(reversed(section.labels.values()), "")
+    return re.sub(r"(?<!\de)-", " ", last)
 
 
 def format_status(section: Section) -> str:

@@ -139,7 +139,7 @@ def make_run_rows(section: Section) -> tuple[list[str], list[list[str]]]:
             [
                 record.folder.name + " (tuning)" * record.run.tuning,
                 _format_status(record),
-                record.seed.removeprefix("s"),
+                record.seed_label.removeprefix("s"),
                 str(study.arms[record.run.arm].rates_of(record.run)),
                 *map(format_known, (record.val, record.test)),
                 _format_command(section, record),
@@ -160,7 +160,7 @@ def _arm_row(section: Section, name: str, rates: str, records: list[Record]) -> 
     for record in records:
         loss = record.val if record.run.tuning else record.test
         outcome = f"({_format_status(record)})" if loss is None else f"{loss:.4f}"
-        outcomes.append(f"{record.seed} {outcome}")
+        outcomes.append(f"{record.seed_label} {outcome}")
     command = _format_command(section, records[0])
     return [name, rates, f"{done}/{len(records)}", " · ".join(outcomes), command]
 

@@ -33,7 +33,7 @@ class Section:
 
     @cached_property
     def summary(self) -> StudySummary:
-        return describe_study(self.study, self.milliseconds, self.margin)
+        return describe_study(self.study, self.milliseconds, self.margin, self.families)
 
     @cached_property
     def families(self) -> list[Family]:

@@ -24,6 +24,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from qkablate.disk import make_folder, name_exclusively
+from qkablate.errors import UserError
 
 FOLDER = "lease"
 HEARTBEAT = 5.0  # seconds between two heartbeats
@@ -35,7 +36,7 @@ _UNKNOWN = "another process"
 _CLOCK = getattr(time, "CLOCK_BOOTTIME", time.CLOCK_MONOTONIC)
 
 
-class AlreadyRunning(Exception):
+class AlreadyRunning(UserError):
     """Another process holds the lease."""
 
 

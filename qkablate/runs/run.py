@@ -26,7 +26,6 @@ import shlex
 import shutil
 import socket
 import subprocess
-import sys
 from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from importlib import metadata
@@ -282,7 +281,7 @@ def describe_environment(
             "host": socket.gethostname(),
             "platform": platform.platform(),
             "cpu": read_cpu_name(),
-            "cores": len(os.sched_getaffinity(0)) if sys.platform == "linux" else os.cpu_count(),
+            "cores": count_cores(),
             **device,
         },
         "threads": config.threads,
@@ -319,6 +318,12 @@ def package_versions() -> dict[str, str]:
         with suppress(metadata.PackageNotFoundError):
             versions[name] = metadata.version(name)
     return versions
+
+
+def count_cores() -> int:
+    """Return the number of cores that this process may use."""
+    affinity = os.sched_getaffinity(0) if hasattr(os, "sched_getaffinity") else ()
+    return len(affinity) or os.cpu_count() or 1
 
 
 def read_cpu_name() -> str:

@@ -24,8 +24,9 @@ class Terminal:
         self._latest: dict[str, float] = {}
         self._bar: tqdm[Any] | None = None
         if sys.stderr.isatty():
-            form = _bar_format(label, steps, [], shutil.get_terminal_size().columns)
-            self._bar = tqdm(total=steps, initial=start, bar_format=form, dynamic_ncols=True)
+            width, height = shutil.get_terminal_size()  # tqdm shows no bar where they are unknown
+            form = _bar_format(label, steps, [], width)
+            self._bar = tqdm(total=steps, initial=start, bar_format=form, ncols=width, nrows=height)
 
     def log(self, row: dict[str, Any]) -> None:
         if "diagnostics" in row:  # diagnostics show no progress
@@ -36,6 +37,7 @@ class Terminal:
             with suppress(OSError):  # a closed terminal must not stop the run
                 width = shutil.get_terminal_size().columns
                 metrics = _format_metrics(self._latest)
+                self._bar.ncols = width
                 self._bar.bar_format = _bar_format(self._label, self._steps, metrics, width)
                 self._bar.update(step - self._bar.n)
             return

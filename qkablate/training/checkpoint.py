@@ -7,7 +7,6 @@ checkpoints/step-00000250/
     SHA256SUMS            of the three, in the format of `sha256sum -c`
 """
 
-import hashlib
 import json
 import os
 import shutil
@@ -20,7 +19,7 @@ from typing import Any
 import safetensors.torch
 import torch
 
-from qkablate.disk import make_folder, open_file, read_file, sync_folder
+from qkablate.disk import hash_file, make_folder, read_file, sync_folder
 from qkablate.runs.records import decode_row
 from qkablate.strict_json import from_json, parse_json
 from qkablate.training.hardware import is_out_of_memory
@@ -78,7 +77,7 @@ def save(folder: Path, checkpoint: Checkpoint) -> Path:
     safetensors.torch.save_file(weights, temporary / _FILES[0])
     torch.save(checkpoint.state, temporary / _FILES[1])
     (temporary / _FILES[2]).write_text(json.dumps(asdict(checkpoint.progress)), encoding="utf-8")
-    sums = "".join(f"{_sha256(temporary / name)}  {name}\n" for name in _FILES)
+    sums = "".join(f"{hash_file(temporary / name)}  {name}\n" for name in _FILES)
     (temporary / "SHA256SUMS").write_text(sums, encoding="utf-8")
     for name in (*_FILES, "SHA256SUMS"):
         _sync_file(temporary / name)
@@ -163,7 +162,7 @@ def load_weights(path: Path, device: str = "cpu") -> Checkpoint:
 def weights_sha256(path: Path) -> str:
     """Return the hash of a checkpoint's weights; raise ValueError or OSError if damaged."""
     _check_sums(path, _FILES[0], _FILES[2])
-    return _sha256(path / _FILES[0])
+    return hash_file(path / _FILES[0])
 
 
 def find_checkpoints(folder: Path) -> list[Path]:
@@ -174,13 +173,8 @@ def find_checkpoints(folder: Path) -> list[Path]:
 def _check_sums(path: Path, *names: str) -> None:
     lines = read_file(path / "SHA256SUMS").decode("utf-8", "replace").splitlines()
     for name in names:
-        if f"{_sha256(path / name)}  {name}" not in lines:
+        if f"{hash_file(path / name)}  {name}" not in lines:
             raise ValueError(f"{name} does not have its checksum")
-
-
-def _sha256(path: Path) -> str:
-    with open_file(path) as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()
 
 
 def _sync_file(path: Path) -> None:

@@ -41,8 +41,13 @@ def test_runs_are_found_in_outputs_and_by_folder(two, tmp_path, monkeypatch):
 
 
 def test_another_folder_is_rejected(tmp_path):
-    with pytest.raises(api.UserError, match="'nowhere' is not a run, a sweep, or a folder"):
+    with pytest.raises(api.UserError, match=r"'nowhere' is not a run, .*load_sweep\(name, out\)"):
         api.load_runs("nowhere")
+
+
+def test_a_record_is_one_line(two):
+    run = two[0]
+    assert repr(run) == f"<Record {run.folder.name}: done, val {run.val:.4f}, test {run.test:.4f}>"
 
 
 def test_a_damaged_run_is_skipped_and_named(two, tmp_path, capsys):

@@ -19,8 +19,11 @@ def keys(tiny):
 
 
 MISTAKES = [
-    ({}, "the grid is empty"),
-    ({"variant": ["standard", "mergd_w"]}, "variant: 'mergd_w' is not one of"),
+    ({}, r"give sweep='quick', or axes .*variant=\['standard', 'merged_w'\], seed=range\(3\)"),
+    (
+        {"variant": ["standard", "mergd_w"]},
+        "variant: 'mergd_w' \\(nearest: merged_w\\) is not one of",
+    ),
     ({"sweep": "quik"}, "nearest: quick"),
     ({"variant": ["standard", "no_q"], "seed": range(10_000)}, "20,000 runs.* --yes"),
     ({"variant": "no_q", "workers": 0}, "workers: 0 is not auto"),
@@ -33,6 +36,13 @@ def test_a_mistake_is_one_line_before_any_work(tmp_path, mistake, message):
         api.sweep(**mistake)
     assert "\n" not in str(caught.value)
     assert not (tmp_path / "outputs" / "sweeps").exists()
+
+
+def test_name_without_its_key_is_rejected():
+    with pytest.raises(
+        api.UserError, match=r"sweep: 'quick' needs its key, .*sweep\(sweep='quick'"
+    ):
+        api.sweep("quick")
 
 
 def test_there_may_be_no_sweep(tmp_path):
@@ -50,6 +60,9 @@ def test_a_sweep_is_that_of_the_command(keys, tiny, qkablate, tmp_path):
     assert again.code == 0
     (folder,) = (tmp_path / "outputs" / "sweeps").iterdir()
     assert study.name == folder.name
+    assert repr(study) == f"<Study {study.name}: 2 arms, 6 of 6 runs ended>"
+    name = study.name.partition("-")[0]
+    assert len(api.load_runs(name)) == len(api.load_runs(folder)) == 6
     done = qkablate("results", "--json")
     (gap,) = api.gaps(study)
     (printed,) = json.loads(done.out)["gaps"]

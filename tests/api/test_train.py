@@ -5,7 +5,6 @@ import signal
 import pytest
 
 import qkablate as api
-from qkablate.runs.lease import AlreadyRunning
 from qkablate.runs.run import Run
 from qkablate.training.loop import Trainer
 from tests.api.helpers import as_keys
@@ -18,7 +17,7 @@ def keys(tiny):
 
 def test_a_run_is_that_of_the_command(keys, tiny, qkablate):
     run = api.train(variant="no_q", seed=1, **keys)
-    assert (run.status, run.reason, run.seed) == ("done", "", "s1")
+    assert (run.status, run.reason, run.seed) == ("done", "", 1)
     assert run.val > 0
     assert run.test > 0
     assert run.config["variant.name"] == "no_q"
@@ -41,7 +40,7 @@ def test_a_second_call_returns_the_result(keys):
 
 
 MISTAKES = [
-    ({"variant": "mergd_w"}, "variant: 'mergd_w' is not one of .*nearest: merged_w"),
+    ({"variant": "mergd_w"}, "variant: 'mergd_w' \\(nearest: merged_w\\) is not one of merged_w, "),
     ({"variant": "standard,no_q"}, "variant: "),
     ({"model.d_modle": 3}, r"model\.d_modle: .*nearest: model\.d_model"),
     ({"model.heads": 3}, r"model\.heads: 3 does not divide model\.d_model"),
@@ -59,11 +58,23 @@ def test_a_mistake_is_one_line_before_any_work(tmp_path, mistake, message):
     assert not (tmp_path / "outputs" / "runs").exists()
 
 
+@pytest.mark.parametrize(
+    ("value", "message"),
+    [
+        ("no_q", r"train: 'no_q' needs its key, as in train\(variant='no_q'\)"),
+        ({"seed": 1}, r"train: a dictionary of keys is written train\(\*\*settings\)"),
+    ],
+)
+def test_argument_without_its_key_is_rejected(value, message):
+    with pytest.raises(api.UserError, match=message):
+        api.train(value)
+
+
 def test_a_run_that_another_process_trains_is_left_alone(keys):
     run = api.train(**keys)
     with (
         Run(keys["out"], run.run.label, run.run.id).hold_lease(),
-        pytest.raises(AlreadyRunning, match="train"),
+        pytest.raises(api.UserError, match="is being trained by"),
     ):
         api.train(**keys)
 

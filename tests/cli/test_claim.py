@@ -460,16 +460,16 @@ def test_damaged_registration_does_not_affect_the_list(qkablate, claim, pretende
 # Mistakes.
 
 MISTAKES = [
-    (["shw"], "'shw' is not one of list, run, show (nearest: show)"),
+    (["shw"], "'shw' (nearest: show) is not one of list, run, show"),
     (["run"], "give a claim: qkablate claim run NAME"),
     (["show"], "give a claim: qkablate claim show NAME"),
-    (["run", "one_hed"], "there is no claim 'one_hed' (nearest: one_head)"),
+    (["run", "one_hed"], "claim 'one_hed' (nearest: one_head)"),
     (["show", "nowhere.yaml"], "there is no file 'nowhere.yaml'; `qkablate claim list`"),
     (["run", "one_head", "gpu"], "'gpu' is not key=value"),
     (["run", "one_head", "=3"], "'=3' is not key=value"),
     (["show", "one_head", "workers=99999"], "workers: 99999 is not auto, or a number from 1"),
     (["show", "one_head", "variant.norm=foo"], "variant.norm: 'foo' is not one of none, qk"),
-    (["show", "one_head", "scale=smal"], "scale: 'smal' is not one of small, gpu"),
+    (["show", "one_head", "scale=smal"], "scale: 'smal' (nearest: small) is not one of small, gpu"),
     (["run", "one_head", "seed=3"], "grid: seed is set by the claim itself"),
     (["run", "one_head", "control=flops"], "grid: control is set by the claim itself"),
     (["run", "one_head", "sweep.tune=false"], "grid: sweep.tune is set by the claim itself"),
@@ -516,7 +516,10 @@ def test_untestable_claim_gives_its_reason(qkablate, action, name):
 FILES = {
     "a kind": ({"parts": {"within": PART | {"kind": "noninferor"}}}, "(nearest: noninferior)"),
     "an arm": ({"parts": {"within": PART | {"arm": "merged_w"}}}, "the grid has no variant=merg"),
-    "a variant": ({"grid": {"variant": "standard,no_qq"}}, "variant: 'no_qq' is not one of"),
+    "a variant": (
+        {"grid": {"variant": "standard,no_qq"}},
+        "variant: 'no_qq' (nearest: no_q) is not one of",
+    ),
     "a predicate": ({"filter": ["model.d_modl > 3"]}, "there is no key 'model.d_modl'"),
     "no arm left": ({"filter": ["model.d_model > 999"]}, "excludes all arms"),
     "a baseline": ({"baseline": 5}, "baseline: '5' is not a variant"),

@@ -9,6 +9,7 @@ import sys
 import pytest
 
 from qkablate import __version__
+from qkablate.cli import VERBS
 from qkablate.cli.train import print_next
 from qkablate.config import KEYS, variants
 from tests.cli.helpers import complete
@@ -22,6 +23,13 @@ def test_help(qkablate):
     assert qkablate().out == done.out
 
 
+@pytest.mark.parametrize("verb", [None, *VERBS])
+def test_help_fits_80_columns(qkablate, verb):
+    done = qkablate(*[verb] * bool(verb), "--help")
+    assert done.code == 0
+    assert [line for line in done.out.splitlines() if len(line) > 80] == []
+
+
 def test_version(qkablate):
     assert qkablate("--version").out == f"qkablate {__version__}\n"
 
@@ -30,10 +38,8 @@ def test_unknown_verb(qkablate):
     done = qkablate("trian")
     assert done.code == 2
     assert done.err == (
-        "qkablate: 'trian' is not a verb; there is train, sweep, ls, status, results, report,"
-        " compare, claim, data, sample, inspect, project, dashboard, sync, export-logs, variants,"
-        " cost, verify, --help, --version"
-        " (nearest: train)\n"
+        "qkablate: verb 'trian' (nearest: train) is not one of train, variants, verify, …"
+        " (`qkablate --help` lists all 18)\n"
     )
 
 
@@ -101,8 +107,8 @@ def test_info(spawn):
 
 
 MISTAKES = [
-    (["variant=mergedw"], "variant: 'mergedw' is not one of "),
-    (["model=nanoo"], "model: 'nanoo' is not one of 300m, baby, gpt-j, gpt2, nano (nearest: nano)"),
+    (["variant=mergedw"], "variant: 'mergedw' (nearest: merged_w) is not one of "),
+    (["model=nanoo"], "model: 'nanoo' (nearest: nano) is not one of 300m, baby, gpt-j, gpt2, nano"),
     (["train.stps=5"], "train.stps: there is no such key (nearest: train.steps)"),
     (["datas=text"], "datas: there is no such key"),
     (["+zzz=3"], "zzz: there is no such key"),
@@ -126,7 +132,7 @@ MISTAKES = [
     (["--cfg"], "--cfg: '' is not job or hydra or all"),
     (["--cfg", "jb"], "--cfg: 'jb' is not job or hydra or all"),
     (["--multirun=3"], "--multirun takes no value"),
-    (["device=gpu"], "cuda:N, mps (nearest: cuda)"),
+    (["device=gpu"], "'gpu' (nearest: cuda) is not one of auto, cpu, cuda, cuda:N, mps"),
     (["tracking.wandb=off"], "(nearest: disabled)"),
     (["--variant", "no_q"], "a key is written without dashes: variant=VALUE"),
     (["seed=range(3)"], "'seed=range(3)' has several values: `qkablate train` trains one run"),
@@ -152,7 +158,7 @@ MISTAKES = [
     (["model.heads=3"], "model.heads: 3 does not divide model.d_model=16"),
     (["train.steps=0"], "train.steps: 0 is not auto, or 1 or more"),
     (["optim.lr=nan"], "optim.lr: nan is not a number"),
-    (["variant.qk=mergd"], "variant.qk: 'mergd' is not one of separate, merged"),
+    (["variant.qk=mergd"], "variant.qk: 'mergd' (nearest: merged) is not one of merged, "),
     (["precision=fp16"], "precision: fp16 needs a CUDA device, not cpu (allowed: bf16, fp32)"),
     (["data.path=/nope/x"], "data.path: there is no file, folder or pattern '/nope/x'"),
     (["model.context=5000"], "model.context: 5000 is longer than the data: the val split holds"),

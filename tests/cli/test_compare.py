@@ -2,13 +2,13 @@
 
 import json
 import os
-import shlex
+import re
 import shutil
 import sys
 
 import pytest
 
-from tests.cli.helpers import SIZES, assert_refused, run_in
+from tests.cli.helpers import SIZES, assert_refused, proposed_commands, run_in
 
 LENGTH = ["train.steps=12", "train.batch_size=2", "train.eval_every=6", "tracking.wandb=disabled"]
 
@@ -47,7 +47,7 @@ def compared(qkablate, *words):
 def test_help(qkablate):
     done = qkablate("compare", "--help")
     assert (done.code, done.err) == (0, "")
-    assert "Usage: qkablate compare RUN RUN" in done.out
+    assert "Usage: qkablate compare RUN BASELINE" in done.out
     assert qkablate("compare", "-h").out == done.out
 
 
@@ -64,7 +64,9 @@ def test_pair(qkablate, runs):
         if losses[0][split] is not None:
             gap = losses[0][split] - losses[1][split]
             assert output["gap"][split] == pytest.approx(gap)
-    assert output["params"] == [result(folder)["params"]["total"] for folder in (no_q, standard)]
+    counts = [result(folder)["params"] for folder in (no_q, standard)]
+    assert output["total_params"] == [count["total"] for count in counts]
+    assert output["params"] == [count["total"] - count["embedding"] for count in counts]
     assert output["params"][0] < output["params"][1]
     assert output["differ"]["variant.name"] == ["no_q", "standard"]
     assert not any(key.startswith(("seed", "train", "model", "data")) for key in output["differ"])
@@ -81,11 +83,16 @@ def test_pair_as_a_table(qkablate, runs):
     standard, _, no_q = runs
     done = qkablate("compare", "no_q", "standard-d16-h2-s0")
     assert (done.code, done.err) == (0, "")
-    head, *rows = done.out.splitlines()
-    assert head.split() == [no_q.name, standard.name, "gap"]
+    title, _, head, *rows = done.out.splitlines()
+    assert title == f"{no_q.name[:-8]} compared with {standard.name[:-8]}"
+    assert head.split() == ["no_q", "standard", "no_q", "−", "standard"]
     gap = result(no_q)["loss"]["test"] - result(standard)["loss"]["test"]
     (test,) = [row for row in rows if row.startswith("test loss")]
     assert f"{gap:+.4f}" in test
+    sizes = {row.split("  ")[0]: row for row in rows}
+    ratio = result(no_q)["flops_per_token"] / result(standard)["flops_per_token"]
+    assert sizes["FLOPs/token"].endswith(f"ratio {ratio:.3f}")
+    assert {"params", "with embeddings"} <= {*sizes}
     assert "they differ in  variant.name: no_q · standard" in done.out
     assert "no pair" not in done.out
     assert "one pair gives a number, not a verdict" in done.out
@@ -102,6 +109,23 @@ def test_of_several_runs_the_newest_pair_trained_alike_is_compared(qkablate, out
     output = compared(qkablate, "standard", "no_q")
     assert output["runs"] == ["standard-d16-h2-s0-abcdef012345", no_q.name]
     assert output["paired"] is True
+
+
+def test_ambiguous_word_is_said_to_be_so(qkablate, runs):
+    done = qkablate("compare", "no_q", "standard")
+    note = "'standard' matches 2 runs: the newest two trained alike are compared"
+    assert done.out.splitlines()[0] == note
+    assert "matches" not in qkablate("compare", "no_q", runs[0].name).out
+
+
+def test_sweep_is_not_a_run_and_leads_to_its_results(qkablate, outputs, runs):
+    for name in ("first-abcdef012345", "second-abcdef012345"):
+        (outputs / "sweeps" / name).mkdir(parents=True)
+        (outputs / "sweeps" / name / "manifest.json").write_text("{}")
+    for word in ("first", str(outputs / "sweeps" / "first-abcdef012345")):
+        line = f"'{word}' is a sweep, not a run: qkablate results {word}\n"
+        assert_refused(qkablate("compare", word, "second"), line)
+        assert_refused(qkablate("compare", "no_q", word), line)
 
 
 def test_name_of_a_variant_is_not_the_beginning_of_another(qkablate, outputs, runs):
@@ -188,15 +212,17 @@ def test_run_that_diverged_has_no_gap(qkablate, runs):
     assert qkablate("compare", one.name, other.name).code == 0
 
 
-def test_proposed_command_starts(qkablate, runs):
-    done = qkablate("compare", "no_q", "standard-d16-h2-s0")
-    (line,) = done.out.partition("\nNext\n")[2].splitlines()
-    words = shlex.split(line)
-    assert qkablate(*words[1:], "--dry-run").code == 0
+@pytest.mark.parametrize("pair", [("no_q", "standard-d16-h2-s0"), ("standard-d16-h2-s1", "no_q")])
+def test_proposed_sweep_has_the_runs_that_were_compared(qkablate, runs, pair):
+    (words,) = proposed_commands(qkablate("compare", *pair))
+    assert words[-1] == "--dry-run"
+    planned = qkablate(*words[1:])
+    assert planned.code == 0, planned
+    assert re.search(r"done +3 runs already", planned.out)  # not the floor, which was not trained
 
 
 MISTAKES = [
-    ([], "give two runs, not 0: qkablate compare RUN RUN"),
+    ([], "give two runs, not 0: qkablate compare RUN BASELINE"),
     (["no_q"], "give two runs, not 1"),
     (["no_q", "standard", "no_q"], "give two runs, not 3"),
     (["standard", "standard"], "'standard' matches 2 runs: standard-d16-h2-s"),

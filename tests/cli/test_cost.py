@@ -149,12 +149,12 @@ def test_measure_reports_too_little_memory(qkablate):
     [
         (
             ["--at", "gptj"],
-            "--at: 'gptj' is not one of 300m, baby, gpt-j, gpt2, nano (nearest: gpt-j)",
+            "--at: 'gptj' (nearest: gpt-j) is not one of 300m, baby, gpt-j, gpt2, nano",
         ),
         (["--at"], "--at: a value is missing"),
-        (["--mesure"], "'--mesure' is not one of"),
+        (["--mesure"], "'--mesure' (nearest: --measure) is not one of"),
         (["--vocabulary", "many"], "--vocabulary: 'many' is not a whole number"),
-        (["variant=merged"], "variant: 'merged' is not one of"),
+        (["variant=merged"], "variant: 'merged' (nearest: merged_w) is not one of"),
         (["variant=standard,merged_w", "model.heads=3"], "model.heads: 3 does not divide"),
         (["merged_w"], "'merged_w' is not key=value"),
         (["--json", "--csv"], "give one of the two"),

@@ -298,9 +298,7 @@ def test_disabled_wandb_is_respected(qkablate, sweep, monkeypatch, mode):
 
 def test_without_the_library_the_extra_is_named(qkablate, sweep, monkeypatch):
     monkeypatch.setitem(sys.modules, "wandb_workspaces", None)
-    line = (
-        "this needs wandb_workspaces, of the extra 'dashboard': pip install 'qkablate[dashboard]'"
-    )
+    line = "this needs wandb_workspaces, of the extra 'dashboard': pip install '.[da"
     assert_refused(qkablate("dashboard"), line)
     assert_refused(qkablate("dashboard", "--spec"), line)
 

@@ -115,9 +115,12 @@ def test_info_and_prepare_of_a_task(qkablate, task):
 @pytest.mark.parametrize(
     ("words", "line"),
     [
-        ("shw", "'shw' is not one of list, prepare, info, show (nearest: show)"),
-        ("show data=recal", "data: 'recal' is not one of"),
-        ("show data=recall --split=tset", "--split: 'tset' is not one of train, val, test"),
+        ("shw", "'shw' (nearest: show) is not one of list, prepare, info, show"),
+        ("show data=recal", "data: 'recal' (nearest: recall) is not one of"),
+        (
+            "show data=recall --split=tset",
+            "--split: 'tset' (nearest: test) is not one of train, val, test",
+        ),
         ("show data=recall --count 0", "--count: '0' is not a whole number"),
         ("show data=recall --json", "'--json' is not a flag of data show"),
         ("show data=recall,dyck", "data show takes one data set"),

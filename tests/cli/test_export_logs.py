@@ -52,12 +52,15 @@ def test_folder_that_cannot_be_written_is_one_line(qkablate, outputs, tensorboar
     ("words", "line"),
     [
         ([], "--to: give tensorboard or mlflow"),
-        (["--to", "tensorbord"], "one of tensorboard, mlflow (nearest: tensorboard)"),
+        (
+            ["--to", "tensorbord"],
+            "'tensorbord' (nearest: tensorboard) is not one of tensorboard, mlflow",
+        ),
         (["--to", "mlflow"], "--into: give a folder to write in"),
         (["--to", "mlflow", "--into", "corpus.txt"], "--into: 'corpus.txt' is not a folder"),
         (TENSORBOARD, "there is no run in 'outputs' yet; start one: qkablate train"),
         (["no_such", *TENSORBOARD], "there is no sweep or run 'no_such' in 'outputs'"),
-        (["--too", *TENSORBOARD], "'--too' is not one of"),
+        (["--too", *TENSORBOARD], "'--too' (nearest: --to) is not one of"),
     ],
 )
 def test_mistake_is_one_line(qkablate, text, words, line):
@@ -75,7 +78,7 @@ def test_folders_of_runs_are_no_target(qkablate, outputs, tensorboard, into):
 def test_missing_extra_is_one_line(qkablate, outputs, monkeypatch, tool):
     monkeypatch.setitem(sys.modules, tool, None)
     done = qkablate("export-logs", "--to", tool, "--into", "folder")
-    assert_refused(done, f"of the extra '{tool}': pip install 'qkablate[{tool}]'")
+    assert_refused(done, f"of the extra '{tool}': pip install '.[{tool}]' in a clone")
 
 
 def test_completion_knows_the_verb(qkablate, monkeypatch, outputs):

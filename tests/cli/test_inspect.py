@@ -161,7 +161,7 @@ MISTAKES = [
     (["a", "step=x"], "step: 'x' is not a whole number"),
     (["a", "--layer", "-1"], "--layer: '-1' is not a whole number from 0"),
     (["a", "--layer"], "--layer: a value is missing"),
-    (["a", "--hed=1"], "'--hed' is not one of"),
+    (["a", "--hed=1"], "'--hed' (nearest: --head) is not one of"),
     (["a", "--json", "--head", "0"], "--json prints all layers and heads"),
     (["a", "--text", "x"], "--text needs --layer and --head, --json or -o"),
     (["a", "--json", "--text", "\udcff"], "--text: it is not UTF-8 text"),

@@ -88,7 +88,8 @@ def test_sort_and_limit(qkablate, outputs):
     [
         (["model.d_modle=16"], "model.d_modle: there is no such key (nearest: model.d_model)"),
         (["lr="], "lr: a value is missing"),
-        (["--sort", "los"], "--sort: 'los' is not one of age"),
+        (["status=dnoe"], "status: 'dnoe' (nearest: done) is not one of done, diverged, failed"),
+        (["--sort", "los"], "--sort: 'los' (nearest: loss) is not one of loss"),
         (["--all", "--limit", "2"], "--all and --limit: give one of the two"),
     ],
 )
@@ -104,6 +105,31 @@ def test_empty_folder_names_the_first_command(qkablate):
     assert (done.code, done.err) == (0, "")
     assert done.out == "'outputs' has 0 runs and 0 sweeps\n\nNext\n  qkablate train\n"
     assert listed(qkablate) == [[], []]
+
+
+@pytest.mark.parametrize(
+    ("words", "hint"),
+    [
+        (["smal_"], "smal_ (nearest: small)"),
+        (["mergd_w"], "mergd_w (nearest: merged_w)"),
+        (["variant=mergd_w"], "variant=mergd_w (nearest: variant=merged_w)"),
+        (["merged_w", "seed=7"], "merged_w seed=7"),
+        (["status=unfinished"], "status=unfinished"),
+        (["merged_w", "small"], "merged_w small"),
+    ],
+)
+def test_words_that_nothing_fits_have_a_nearest_one(qkablate, outputs, words, hint):
+    done = qkablate("ls", *words)
+    assert (done.code, done.err) == (0, "")
+    assert done.out.startswith(f"'outputs' has 4 runs and 1 sweep; none fits {hint}\n")
+
+
+def test_proposed_pair_is_an_arm_and_its_baseline(qkablate, outputs):
+    (*_, compare) = proposed_commands(qkablate("ls"))
+    assert [word.split("-")[0] for word in compare[1:]] == ["compare", "no_q", "standard"]
+    assert qkablate(*compare[1:]).code == 0
+    for word in ("merged_w", "standard"):  # two rates, and a single run
+        assert proposed_commands(qkablate("ls", word))[-1][1] == "inspect"
 
 
 def test_damaged_rates_are_sorted_last(qkablate, outputs):

@@ -582,13 +582,13 @@ def test_only_the_printed_files_are_written(qkablate, outputs, tmp_path):
 # Mistakes.
 
 MISTAKES = [
-    (["--format", "htm"], "--format: 'htm' is not one of html, md, png, svg (nearest: html)"),
-    (["--format", "pdf"], "--format: 'pdf' is not one of html, md, png, svg"),
+    (["--format", "htm"], "--format: 'htm' (nearest: html) is not one of html, md, png, svg"),
+    (["--format", "pdf"], "--format: 'pdf' (nearest: svg) is not one of html, md, png, svg"),
     (["--format"], "--format: a value is missing"),
     (["--format="], "--format: a value is missing"),
     (["--format", "svg", "-o", "a.md"], "-o: 'a.md' ends in .md, and --format is svg"),
-    (["-o", "a.htm"], "'htm' is not one of html, md, png, svg (nearest: html)"),
-    (["-o", "a.pdf"], "'pdf' is not one of html, md, png, svg"),
+    (["-o", "a.htm"], "'htm' (nearest: html) is not one of html, md, png, svg"),
+    (["-o", "a.pdf"], "'pdf' (nearest: svg) is not one of html, md, png, svg"),
     (["-o", "a"], "is not one of html, md, png, svg"),
     (["-o"], "-o: a value is missing"),
     (["-o", "nowhere/a.html"], "-o: there is no folder 'nowhere'"),
@@ -617,7 +617,7 @@ MISTAKES = [
     (["--margin", "-0.01"], "--margin: '-0.01' is not a number of nats above 0"),
     (["--margin", "nan"], "--margin: 'nan' is not a number of nats above 0"),
     (["--margin"], "--margin: a value is missing"),
-    (["--fromat", "md"], "'--fromat' is not one of "),
+    (["--fromat", "md"], "'--fromat' (nearest: --format) is not one of "),
     (["--fromat", "md"], "(nearest: --format)"),
     (["--jsn"], "'--jsn' is not one of "),
     (["--help=1"], "--help takes no value"),

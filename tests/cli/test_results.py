@@ -71,9 +71,9 @@ def test_table_has_every_arm_every_run_and_every_gap(qkablate, sweep):
     assert "+0.0500" in rows["no_q-d16-h2"]
     assert "worse" in rows["no_q-d16-h2"]
     assert "no difference found" in rows["shared_qk-d16-h2"]
-    assert "gaps to standard-d16-h2, paired by seed" in done.out
+    assert done.out.count("gaps to standard-d16-h2, paired by seed") == 1
+    assert done.out.count("sweep.tune=true tunes both") == 2  # one of each arm's rates
     assert "neither was tuned" in done.out  # what the audit says
-    assert "sweep.tune=true tunes both" in done.out
 
 
 def test_answer_is_last_and_fits_one_screen(qkablate, sweep):
@@ -82,7 +82,8 @@ def test_answer_is_last_and_fits_one_screen(qkablate, sweep):
     table, answer, _ = done.out.rsplit("\n\n", 2)
     assert table.startswith("gaps to standard-d16-h2, paired by seed")
     rows = {line.split()[0]: line for line in table.splitlines()[2:]}
-    assert "worse at this rate" in rows["no_q-d16-h2"]
+    assert "worse" in rows["no_q-d16-h2"]
+    assert "  worse at this rate (not tuned): no_q-d16-h2" in table
     assert "baseline" in rows["standard-d16-h2"]
     assert answer.startswith(
         "Compared with standard on the same data and seeds, no_q (by 0.0500 nats) did worse"
@@ -173,7 +174,8 @@ def test_markdown_has_the_tables_to_paste(qkablate, sweep):
     by_arm = {row[0]: dict(zip(head, row, strict=True)) for row in rows}
     assert by_arm["no_q-d16-h2"]["gap"] == "+0.0500"
     assert by_arm["no_q-d16-h2"]["n"] == "5"
-    assert by_arm["no_q-d16-h2"]["decision"] == "worse at this rate (not tuned)"
+    assert by_arm["no_q-d16-h2"]["decision"] == "worse"
+    assert "- worse at this rate (not tuned): no_q-d16-h2" in done.out
     assert by_arm["shared_qk-d16-h2"]["gap"] == "+0.0000"
     head, *rows = next(rows for title, rows in tables.items() if title.startswith("test loss"))
     assert [row[head.index("done")] for row in rows] == ["5/5"] * 3
@@ -208,6 +210,8 @@ def test_proposed_command_works(qkablate, sweep):
     assert settle[:2] == ["qkablate", "sweep"]
     assert settle[-1] == "--dry-run"
     assert "sweep.tune=true" in settle
+    assert "sweep.name=small-tuned" in settle
+    assert "sweep.name=small" not in settle
     verbs = ["results", "results", "report", "results"]
     assert [words[:3] for words in others] == [["qkablate", verb, sweep.name] for verb in verbs]
     assert others[0][-2:] == ["--margin", "0.01"]
@@ -347,9 +351,9 @@ MISTAKES = [
     (["smalll"], "(nearest: small)"),
     (["out=nowhere"], "there is no sweep in 'nowhere' (it has none); start one: qkablate"),
     (["one", "two"], "there is no sweep or run 'one' in 'outputs'"),
-    (["--jsn"], "'--jsn' is not one of "),
+    (["--jsn"], "'--jsn' (nearest: --json) is not one of "),
     (["--fromat", "md"], "(nearest: --format)"),
-    (["--format", "jsno"], "--format: 'jsno' is not one of table, csv, json, md (nearest: json)"),
+    (["--format", "jsno"], "--format: 'jsno' (nearest: json) is not one of table, csv, json, md"),
     (["--format"], "--format: a value is missing"),
     (["--format="], "--format: a value is missing"),
     (["--help=1"], "--help takes no value"),

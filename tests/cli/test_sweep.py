@@ -52,12 +52,14 @@ def nothing_trained(monkeypatch):
 def test_help_lists_every_sweep(qkablate):
     done = qkablate("sweep", "--help")
     assert done.code == 0
-    listed = re.search(r"Sweeps.*?\n(.*?)\n\n", done.out, re.DOTALL)[1].splitlines()
+    listed = re.search(r"Sweeps.*?\n(.*?)\n\n", done.out, re.DOTALL)[1]
+    sweeps = [line.split(maxsplit=1) for line in re.sub(r"\n {4,}", " ", listed).splitlines()]
     files = sorted((conf_dir() / "sweep").glob("*.yaml"))
     assert len(files) > 5
-    assert [line.split()[0] for line in listed] == [file.stem for file in files]
-    for line, file in zip(listed, files, strict=True):
-        assert line.endswith(file.read_text().splitlines()[0].removeprefix("# "))
+    first = [file.read_text(encoding="utf-8").splitlines()[0] for file in files]
+    assert sweeps == [
+        [file.stem, line.removeprefix("# ")] for file, line in zip(files, first, strict=True)
+    ]
     assert qkablate("sweep", "-h").out == done.out
 
 
@@ -88,7 +90,7 @@ BARE = [
         ["sweep.baseline=none"],
         "sweep.baseline: 'none' is not a variant; for no baseline write null",
     ),
-    (["sweep=quik"], "lr, ov, qk, quick, rank (nearest: quick)"),
+    (["sweep=quik"], "'quik' (nearest: quick) is not one of quick, "),
     (["sweep=quick,lr"], "sweep"),
 ]
 
@@ -102,7 +104,10 @@ def test_mistakes_without_a_grid(qkablate, tmp_path, words, line):
 
 
 MISTAKES = [
-    (["variant=standard,mergd_w,no_q"], "variant: 'mergd_w' is not one of collaborative, "),
+    (
+        ["variant=standard,mergd_w,no_q"],
+        "variant: 'mergd_w' (nearest: merged_w) is not one of merged_w, ",
+    ),
     (["--retry", "x"], "--retry: 'x' is not one of failed"),
     (["--retry"], "--retry: a value is missing"),
     (["--json"], "--json needs --dry-run"),
@@ -126,7 +131,7 @@ MISTAKES = [
         "control.tolerance: 2.0 is not a number from 0 to 1",
     ),
     (["control.tolerance=0.1"], "'control.tolerance=0.1' has no meaning with control=none"),
-    (["control=parms"], "control: 'parms' is not one of flops, none, params (nearest: params)"),
+    (["control=parms"], "control: 'parms' (nearest: params) is not one of flops, none, params"),
     (["control=params", "sweep.baseline=null"], "control=params needs a baseline"),
     (["sweep.baseline=standrd"], "variant: 'standrd' is not one of "),
     (['sweep.filter=["model.d_model > 99"]'], "sweep.filter: "),
@@ -337,7 +342,33 @@ def test_missing_config_folder_is_rejected(qkablate):
 
 def test_misspelt_sweep_names_those_of_the_own_folder(qkablate, own_configs):
     done = qkablate("sweep", "--config-dir", str(own_configs), "sweep=mime")
-    assert_refused(done, "sweep: 'mime' is not one of", "(nearest: mine)")
+    assert_refused(done, "sweep: 'mime' (nearest: mine) is not one of mine, ")
+
+
+OWN_MISTAKES = {
+    "axs: {seed: 1}": "sweep/mine.yaml: sweep.axs: there is no such key (nearest: sweep.axes);"
+    " allowed: name, axes, ",
+    "# @package _global_\nswep: {}": "sweep/mine.yaml: swep: there is no such key (nearest: sweep);"
+    " allowed: sweep, control, ",
+    "axes: 3": "sweep/mine.yaml: sweep.axes: not a map of keys to values",
+    "fixed: [1]": "sweep/mine.yaml: not a map of keys to values",
+    "[a, b]": "sweep/mine.yaml: not a map of keys to values",
+    "3": "sweep=mine: a config file has no map of keys",
+    "axes: [a": "mine.yaml",
+    "train.steps: 9": "sweep/mine.yaml: train.steps is a key of the runs; write it in",
+    "model: {layers: 1}": "sweep/mine.yaml: model is a key of the runs; write it in axes or fixed",
+    "where: [a]": "sweep/mine.yaml: sweep.where: there is no such key (nearest: sweep.filter)",
+    "axes: {varant: a}": "sweep.axes, sweep.fixed: varant: there is no such key (nearest: variant)",
+    "axes: {workers: 2}": "sweep.axes, sweep.fixed: workers is a key of the sweep",
+}
+
+
+@pytest.mark.parametrize(("content", "line"), OWN_MISTAKES.items(), ids=lambda x: x[:20])
+def test_mistake_in_an_own_sweep_is_one_line(qkablate, own_configs, content, line):
+    (own_configs / "sweep/mine.yaml").write_text(content, encoding="utf-8")
+    done = qkablate("sweep", "--config-dir", str(own_configs), "sweep=mine")
+    assert_refused(done, line)
+    assert "raised while" not in done.err
 
 
 def test_train_proposes_the_own_folder_again(qkablate, tiny, own_configs):

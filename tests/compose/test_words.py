@@ -31,6 +31,21 @@ def opened_hydra():
         yield
 
 
+@pytest.mark.parametrize(
+    ("word", "line"),
+    [
+        ("seed=rnge(5)", "seed: 'rnge(5)' (nearest: range) cannot be read; write it as in"),
+        ("seed=range()", "seed: 'range()' cannot be read; write it as in 'seed=range(5)'"),
+        ("variant=chioce(a,b)", "(nearest: choice) cannot be read; write it as in"),
+        ("data.path=a(b", """quote a value with special characters: 'data.path="a(b"'"""),
+    ],
+)
+def test_misspelt_function_names_the_nearest(opened_hydra, word, line):
+    with pytest.raises(UserError) as error:
+        read_request([word])
+    assert line in str(error.value)
+
+
 def assert_one_line(text, name):
     assert text.startswith(f"{name}: ")
     assert "\n" not in text

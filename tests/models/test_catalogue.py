@@ -230,5 +230,9 @@ def test_broken_entry_point_is_reported_in_one_line():
 
 
 def test_unknown_name_suggests_the_nearest():
-    with pytest.raises(UserError, match=r"variant\.ov: 'no_w' is not one of .* \(nearest: no_v"):
+    with pytest.raises(UserError, match=r"variant\.ov: 'no_w' \(nearest: no_v"):
         circuit_classes(VariantConfig(ov="no_w"))
+    with pytest.raises(
+        UserError, match=r"'mergd' \(nearest: merged\) .*`qkablate variants` lists all"
+    ):
+        circuit_classes(VariantConfig(qk="mergd"))

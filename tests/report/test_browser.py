@@ -205,6 +205,17 @@ def test_arms_are_cards_on_a_phone(opened, address):
     assert card.locator("td[data-label=parameters]").evaluate(f"cell => {label}") == '"parameters"'
 
 
+def test_charts_are_not_cut_on_a_phone(opened, cached_world, tmp_path):
+    world = cached_world("variant=standard,no_q", "model.d_model=8,16,24,32,40,48", "seed=0,1")
+    shown = opened(write(world.finish(losses(world.manifest)), tmp_path / "wide.html"), **PHONE)
+    heat = shown.locator("#c1-heat svg")
+    assert int(heat.get_attribute("width")) > PHONE["viewport"]["width"]
+    assert shown.evaluate(
+        "[...document.querySelectorAll('.panel')].every("
+        "panel => panel.scrollWidth <= panel.clientWidth)"
+    )
+
+
 @pytest.mark.slow
 def test_charts_follow_the_theme(opened, address):
     shown = opened(address, color_scheme="light")
@@ -287,11 +298,11 @@ def test_filtering(opened, address):
 def test_page_is_usable_by_keyboard(opened, address):
     shown = opened(address)
     seen = []
-    while "gap, nats [95 %]" not in seen and len(seen) < 40:
+    while "gap, nats [95\u00a0%]" not in seen and len(seen) < 40:
         shown.keyboard.press("Tab")
         seen.append(shown.evaluate("document.activeElement.textContent.trim()"))
     assert seen[0] == "Skip to the summary"
-    assert seen[-1] == "gap, nats [95 %]"
+    assert seen[-1] == "gap, nats [95\u00a0%]"
     shown.keyboard.press("Enter")
     assert shown.locator("th[aria-sort=ascending]").inner_text().startswith("gap")
 

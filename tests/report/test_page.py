@@ -291,7 +291,43 @@ def test_arms_are_listed_without_what_all_share(full, parsed):
 
 def test_cells_of_verdicts_have_labels_for_cards(parsed):
     cells = [own for own in parsed.all("td") if "data-label" in own]
-    assert {own["data-label"] for own in cells} >= {"verdict", "parameters", "gap, nats [95 %]"}
+    assert {own["data-label"] for own in cells} >= {
+        "verdict",
+        "parameters",
+        "gap, nats [95\u00a0%]",
+    }
+
+
+def test_percentages_of_verdicts_are_not_broken(parsed):
+    (arms,) = (rows for rows in parsed.rows if rows[0][0] == "arm" and "verdict" in rows[0])
+    shown = " ".join(cell for row in arms for cell in row)
+    assert "(-8.3\u00a0%)" in shown
+    assert " %" not in shown
+
+
+def test_headers_are_aligned_as_their_columns(written):
+    shown, kinds = set(), ('class="n"', 'class="word"')
+    for table in re.findall("<table.*?</table>", written, re.DOTALL):
+        rows = re.findall("<tr.*?</tr>", table, re.DOTALL)
+        head, *others = [re.findall("<t[hd][^>]*>", row) for row in rows]
+        is_number = [kinds[0] in cell for cell in head]
+        for cells in others:
+            is_right = [kinds[0] in cell for cell in cells]
+            if "sortable" in table:  # its cells are right unless they are words
+                is_right = ["<td" in cell and kinds[1] not in cell for cell in cells]
+            assert is_right == is_number
+        shown |= {*is_number}
+    assert shown == {True, False}
+
+
+def test_filter_suggests_an_arm_of_the_page(parsed):
+    (search,) = [own for own in parsed.all("input") if own.get("type") == "search"]
+    assert search["placeholder"] == "no_q d32"
+
+
+def test_filter_suggests_nothing_without_arms():
+    found = Page(render_page([Section("none", "", read_standalone_runs([]))], "none"))
+    assert [own["placeholder"] for own in found.all("input") if "placeholder" in own] == [""]
 
 
 def test_claim_is_shown_with_its_verdict(claimed):

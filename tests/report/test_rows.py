@@ -204,9 +204,9 @@ def test_many_runs_are_listed_by_arm(mixed, monkeypatch):
         every = row["test loss of every seed"].split(" · ")
         assert len(every) == 6
         for record, text in zip(entry.records.values(), every, strict=True):
-            assert text.startswith(f"{record.seed} ")
+            assert text.startswith(f"{record.seed_label} ")
             if record.status == "done":
-                assert text == f"{record.seed} {record.test:.4f}"
+                assert text == f"{record.seed_label} {record.test:.4f}"
             else:
                 assert f"({record.status}" in text
         first = next(iter(entry.records.values()))

@@ -49,9 +49,9 @@ def test_a_long_run_prints_few_lines(capsys):
 class Screen:
     """A pseudo-terminal in place of stderr."""
 
-    def __init__(self, columns: int = 100) -> None:
+    def __init__(self, columns: int = 100, lines: int = 24) -> None:
         self._master, slave = pty.openpty()
-        termios.tcsetwinsize(slave, (24, columns))
+        termios.tcsetwinsize(slave, (lines, columns))
         self.stderr = os.fdopen(slave, "w", buffering=1)
 
     def read(self) -> str:
@@ -62,6 +62,15 @@ class Screen:
             while part := master.read(65536):  # Linux raises EIO at the end
                 content += part
         return content.decode()
+
+
+def test_terminal_of_unknown_size_has_a_progress_bar(monkeypatch):
+    screen = Screen(columns=0, lines=0)
+    monkeypatch.setattr(sys, "stderr", screen.stderr)
+    terminal = Terminal("a run", 12, 0)
+    train(terminal, 12)
+    terminal.close()
+    assert "a run 100%  loss 3.0000" in screen.read()
 
 
 def test_a_terminal_has_a_progress_bar(monkeypatch):

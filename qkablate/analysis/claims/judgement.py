@@ -203,7 +203,7 @@ def _audit_part(
     if not measure.is_of_runs:
         # Nothing of the training moves what is counted, or measured apart from it.
         return [check for check in checks if check.name in ("matched", "machine", "kernel")]
-    if unmeasured := [run.seed for gap in gaps for run in measure.find_unmeasured(gap)]:
+    if unmeasured := [run.seed_label for gap in gaps for run in measure.find_unmeasured(gap)]:
         pairs = f"{len(unmeasured)} of {sum(len(gap.runs) for gap in gaps)} pairs"
         text = f"the {measure.noun} of {pairs} is not known: {', '.join(unmeasured)}"
         lost = AuditCheck("pairs", BROKEN, text)

@@ -16,7 +16,7 @@ from qkablate.analysis.comparison.ranking import AXES
 from qkablate.analysis.stats import MIN_PAIRS
 from qkablate.config import KEYS, check_digits, conf_dir, has_role, no_such_key, variants
 from qkablate.config.sweep import SWEEP_KEYS, as_word
-from qkablate.errors import UserError, nearest_hint
+from qkablate.errors import UserError, not_one_of
 from qkablate.runs.records import is_number
 
 MOST_SEEDS = 1000
@@ -40,10 +40,8 @@ def load_claim(word: str, scale: str = "small", words: Mapping[str, str] | None 
     if path.suffix not in (".yaml", ".yml"):
         path = conf_dir() / "claim" / f"{word}.yaml"
         if word not in claim_names():
-            raise UserError(
-                f"there is no claim '{word}'{nearest_hint(word, claim_names())};"
-                " `qkablate claim list` shows them, and a file of your own is given as PATH.yaml"
-            )
+            problem = not_one_of(word, claim_names(), "qkablate claim list")
+            raise UserError(f"claim {problem}; a file of your own is given as PATH.yaml")
     if not re.fullmatch(r"\w[\w+-]*", path.stem):
         allowed = "letters, digits, _, + and -"
         raise UserError(f"'{path.name}': the name of a claim consists of {allowed}")
@@ -267,8 +265,7 @@ def _check_question(where: str, part: Mapping[str, Any]) -> None:
 
 def _check_choice(where: str, word: Any, choices: Iterable[str]) -> None:
     if not isinstance(word, str) or word not in choices:
-        hint = nearest_hint(str(word), choices)
-        raise UserError(f"{where}: '{word}' is not one of {', '.join(choices)}{hint}")
+        raise UserError(f"{where}: {not_one_of(str(word), choices, 'docs/claims.md')}")
 
 
 def _number(value: Any) -> float | None:
@@ -289,8 +286,8 @@ def _selector(where: str, value: Any, grid: Mapping[str, str]) -> dict[str, Any]
             raise UserError(f"{where}: {no_such_key(key)}")
     variant = selector.get("variant", "standard")
     if variant not in variants() and "variant.file" not in grid:
-        hint = nearest_hint(str(variant), variants())
-        raise UserError(f"{where}: there is no variant '{variant}'{hint}")
+        problem = not_one_of(str(variant), variants(), "qkablate variants")
+        raise UserError(f"{where}: {problem}")
     return {key: as_word(leaf) for key, leaf in selector.items()}
 
 
@@ -308,7 +305,7 @@ def _map(where: str, value: Any, known: Collection[str] = ()) -> dict[str, Any]:
         raise UserError(f"{where}: must be a map of keys to values".removeprefix(": "))
     for key in value:
         if known and key not in known:
-            allowed = f"{', '.join(known)}{nearest_hint(key, known)}"
-            path = f"{where}.{key}".removeprefix(".")
-            raise UserError(f"{path}: there is no such key; there is {allowed}")
+            raise UserError(
+                f"{where}: {not_one_of(key, known, 'docs/claims.md')}".removeprefix(": ")
+            )
     return value

@@ -16,7 +16,7 @@ from typing import Any
 from qkablate import __version__
 from qkablate.analysis.claims.claim import Claim
 from qkablate.config import GridConfig
-from qkablate.disk import make_folder
+from qkablate.disk import link_atomic, make_folder
 from qkablate.errors import UserError
 from qkablate.runs.records import read_json, write_json
 from qkablate.strict_json import from_json
@@ -62,11 +62,7 @@ class Registration:
                 f"'{path}' is {path.resolve().name}, and here it would be {sweep.name}: data,"
                 " device, precision or this program differ; another out=FOLDER keeps them apart"
             )
-        target = os.path.relpath(sweep.resolve(), self.folder.resolve())
-        temporary = self.folder / f".{path.name}.{os.getpid()}"
-        temporary.unlink(missing_ok=True)
-        temporary.symlink_to(target)
-        temporary.replace(path)
+        link_atomic(path, sweep)
 
 
 def claim_grid(claim: Claim, seeds: int) -> tuple[GridConfig, list[str]]:

@@ -116,7 +116,7 @@ def _check_completeness(sides: Sides) -> Answer:
             missing.append(f"{entry.name}: no learning rate was chosen")
         for status in ("diverged", "failed", "damaged", "interrupted", "running", "waiting"):
             if records := entry.with_status(status):
-                seeds = ", ".join(record.seed for record in records)
+                seeds = ", ".join(record.seed_label for record in records)
                 missing.append(f"{entry.name}: {len(records)} {status} ({seeds})")
     if missing:
         is_broken = any(entry.with_status("damaged") for entry in sides)
@@ -238,8 +238,8 @@ def _check_floor(gap: Gap, margin: float | None) -> Answer:
     name, baseline = gap.floor.arm.name, gap.baseline.name
     if gap.lead is None:
         return WARNING, f"unknown: fewer than two pairs with {name}"
-    if gap.lead <= 0:
-        text = f"{baseline} does not clearly beat {name}: no difference could show"
+    if gap.is_at_floor:
+        text = f"{baseline} does not clearly beat {name}: finding no difference would mean nothing"
         return WARNING, f"{text}; raise train.steps"
     text = f"{baseline} beats {name} by {gap.lead:.4f} or more"
     if is_sensitive(gap.lead, margin or 0.0):

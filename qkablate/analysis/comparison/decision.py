@@ -80,12 +80,13 @@ def decide(gap: Gap, p_holm: float | None, margin: MarginTest | None = None) -> 
         return Decision.WORSE if sample.mean > 0 else Decision.BETTER
     if margin is not None and is_found(margin.p_noninferior):
         return Decision.NOT_WORSE if is_sensitive(lead, margin.nats) else Decision.INSENSITIVE
-    if lead is not None and lead <= 0:  # a difference could show, but not that there is none
+    if gap.is_at_floor:  # a difference could show, but not that there is none
         return Decision.INSENSITIVE
     return Decision.NO_DIFFERENCE_FOUND
 
 
-# What a decision is limited to whose baseline has not beaten the best n-gram on its text.
+# What a decision is limited to whose baseline has not beaten the best n-gram on its text, and a
+# "worse" whose baseline has not beaten the floor.
 BEFORE_ATTENTION = "before attention mattered"
 
 
@@ -148,7 +149,7 @@ def plan_tuning(study: Study) -> TuningPlan | None:
     manifest = study.manifest
     if manifest is None or manifest.finals or manifest.command[1:2] != ["sweep"]:
         return None
-    dropped = ("variant.lr=", "out=", "optim.lr=", "sweep.tune=")
+    dropped = ("variant.lr=", "out=", "optim.lr=", "sweep.tune=", "sweep.name=")
     given = [word for word in manifest.command[1:] if not word.startswith(dropped)]
     rates = sorted({entry.rates.lr for entry in study.entries if entry.rates is not None})
     if any(word.startswith("optim.lr=") for word in manifest.command) and rates:
@@ -158,4 +159,6 @@ def plan_tuning(study: Study) -> TuningPlan | None:
     runs = len(arms) * (TUNING_RUNS + len({record.seeds for record in study.records}))
     seconds = [float(s) for record in study.records if is_number(s := record.facts.get("seconds"))]
     total = runs * statistics.fmean(seconds) if seconds else None
-    return TuningPlan([*given, "sweep.tune=true"], runs, total)
+    # The finished sweep keeps its name: two of one name would be ambiguous.
+    given += [f"sweep.name={manifest.name}-tuned", "sweep.tune=true"]
+    return TuningPlan(given, runs, total)

@@ -57,6 +57,11 @@ class Gap:
         lead = self.baseline.lead_over_ngrams
         return self.compares_variants and lead is not None and lead <= 0
 
+    @property
+    def is_at_floor(self) -> bool:
+        """True if variants are compared whose baseline does not clearly beat uniform attention."""
+        return self.lead is not None and self.lead <= 0
+
     @cached_property
     def sample(self) -> Sample:
         """Gaps of the pairs; their mean has the uncertainty of both arms' tuning, too."""
@@ -70,7 +75,7 @@ class Gap:
             math.inf if self.arm_diverged else interval[1],
         )
 
-    @property
+    @cached_property
     def p(self) -> float | None:
         """Two-sided p-value against zero; a gap is never shown on a side where it has no bound."""
         if self.sample.n < 2:
@@ -116,9 +121,11 @@ def measure_gap(arm: Entry, baseline: Entry, floor: Entry | None = None) -> Gap:
         run, other = arm.records.get(key), baseline.records.get(key)
         if run is None or other is None or run.loss is None or other.loss is None:
             reasons = filter(None, (_why_unpaired(arm, run), _why_unpaired(baseline, other)))
-            unpaired.append(f"{next(r.seed for r in (run, other) if r)}: {'; '.join(reasons)}")
+            unpaired.append(
+                f"{next(r.seed_label for r in (run, other) if r)}: {'; '.join(reasons)}"
+            )
         elif run.facts["data_fingerprint"] != other.facts["data_fingerprint"]:
-            unpaired.append(f"{run.seed}: the two were trained on different data")
+            unpaired.append(f"{run.seed_label}: the two were trained on different data")
         else:
             pairs[key] = run.loss - other.loss
     diverged, baseline_diverged = (len(e.with_status("diverged")) for e in (arm, baseline))

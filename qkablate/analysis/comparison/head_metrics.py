@@ -3,6 +3,7 @@
 Shape suffixes: L layers, H heads, K singular values, S seeds.
 """
 
+import math
 import re
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
@@ -12,6 +13,7 @@ from typing import Any
 import numpy as np
 
 from qkablate.analysis.comparison.curves import Curve, combine_curves
+from qkablate.analysis.stats import Interval
 from qkablate.analysis.study.loss_curves import read_metrics, report_damage
 from qkablate.analysis.study.study import Entry
 from qkablate.runs.records import decode_row, is_number
@@ -66,6 +68,13 @@ class HeadMetrics:
         arrays = (run.get(tokens, {}).get(name) for run in self.runs)
         known = [array for array in arrays if array is not None]
         return [array for array in known if array.shape == known[0].shape]  # of the same model
+
+    def bounds(self, name: str) -> Interval:
+        """Return the least and the largest value that a measure can have."""
+        model = self.entry.arm.config.model
+        if name == "attention/entropy":  # uniform: mean of ln n over queries that see n = 2, 3, …
+            return 0.0, math.lgamma(model.context + 1) / max(1, model.context - 1)
+        return (1.0, model.d_model) if name == "qk/stable_rank" else (0.0, math.inf)
 
     @property
     def tokens(self) -> list[int]:

@@ -1,7 +1,7 @@
 """Summary of a study: every result with its uncertainty, as frozen dataclasses."""
 
 import dataclasses
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 from qkablate.analysis import stats
@@ -10,6 +10,7 @@ from qkablate.analysis.comparison import lr_curves
 from qkablate.analysis.comparison.audit import AuditCheck, audit, find_limits
 from qkablate.analysis.comparison.curves import CurveSummary, describe_curve
 from qkablate.analysis.comparison.decision import (
+    BEFORE_ATTENTION,
     Decision,
     MarginTest,
     RateScope,
@@ -23,7 +24,9 @@ from qkablate.analysis.comparison.function_distance import FunctionDistance, mea
 from qkablate.analysis.comparison.gaps import (
     ArmLosses,
     Family,
+    Gap,
     NoiseFloor,
+    adjust,
     describe_arm,
     describe_noise_floor,
     find_families,
@@ -56,6 +59,7 @@ class GapSummary(Estimate):
     decision: Decision
     rates: RateScope = RateScope.BEST
     before_attention: bool  # the baseline has not beaten the best n-gram on its text
+    at_floor: bool  # the baseline does not clearly beat uniform attention
     params_percent: float | None
     flops_percent: float | None
     perplexity_percent: float | None
@@ -91,13 +95,28 @@ class GapSummary(Estimate):
     def scopes(self) -> list[str]:
         """Learning rates, documents and stage of training that the decision is limited to."""
         limits = [limit for limit in find_limits(self.audit) if limit != RateScope.THESE_RATES]
+        # A loss shows without a floor that is beaten; but attention is not what was lost.
+        if self.at_floor and self.decision == Decision.WORSE and BEFORE_ATTENTION not in limits:
+            limits.append(BEFORE_ATTENTION)
         return [*filter(None, [self.rates, *limits])]
+
+    @property
+    def is_decided(self) -> bool:
+        """True if the runs were enough for a decision."""
+        undecided = (Decision.FEW_PAIRS, Decision.NO_PAIRS, Decision.INSENSITIVE)
+        return not self.decision.is_divergence and self.decision not in undecided
+
+    @property
+    def short_verdict(self) -> str:
+        """The decision alone, in three words at most."""
+        is_open = self.decision == Decision.INSENSITIVE
+        is_open |= self.is_decided and self.rates == RateScope.SIGN_DEPENDS
+        return "no verdict" if is_open else str(self.decision).partition(" (")[0]
 
     @property
     def verdict(self) -> str:
         """The decision, limited to what it holds for."""
-        undecided = (Decision.FEW_PAIRS, Decision.NO_PAIRS, Decision.INSENSITIVE)
-        if self.decision.is_divergence or self.decision in undecided:
+        if not self.is_decided:
             return str(self.decision)
         if self.rates == RateScope.SIGN_DEPENDS:
             return f"no verdict: {self.rates}"
@@ -131,16 +150,22 @@ class StudySummary:
 
 
 def describe_study(
-    study: Study, milliseconds: Mapping[str, float] | None = None, margin: float | None = None
+    study: Study,
+    milliseconds: Mapping[str, float] | None = None,
+    margin: float | None = None,
+    families: list[Family] | None = None,
 ) -> StudySummary:
     """Summarize a study; with a margin, also test which arms are not worse by it."""
-    families = find_families(study)
+    families = find_families(study) if families is None else families
     curves = lr_curves.find_lr_curves(study)
-    gaps = [gap for family in families for gap in family.gaps]
+    places = [(family, number) for family in families for number in range(len(family.gaps))]
+    gaps = [family.gaps[number] for family, number in places]
+    tests: Sequence[MarginTest | None] = [None] * len(gaps)
+    if margin is not None:
+        tests = make_margin_tests(gaps, margin)
     described = [
-        describe_gap(family, number, curves, margin)
-        for family in families
-        for number in range(len(family.gaps))
+        describe_gap(family, number, curves, test)
+        for (family, number), test in zip(places, tests, strict=True)
     ]
     decisions = [one.decision for one in described]
     scopes = find_rate_scopes(list(zip(gaps, decisions, strict=True)), curves)
@@ -170,9 +195,13 @@ def describe_study(
 
 
 def describe_gap(
-    family: Family, number: int, curves: dict[str, lr_curves.LrCurve], margin: float | None = None
+    family: Family,
+    number: int,
+    curves: dict[str, lr_curves.LrCurve],
+    margin_test: MarginTest | None = None,
 ) -> GapSummary:
     """Summarize and audit one gap of a family."""
+    margin = None if margin_test is None else margin_test.nats
     gap, p_holm = family.gaps[number], family.holm[number]
     sample, interval = gap.sample, gap.sample.interval()
     arm, baseline = gap.arm.arm, gap.baseline.arm
@@ -180,7 +209,6 @@ def describe_gap(
     percent_interval = None
     if interval is not None and not diverged:
         percent_interval = perplexity_percent(interval[0]), perplexity_percent(interval[1])
-    margin_test = describe_margin(family, number, margin) if margin else None
     decision = decide(gap, p_holm, margin_test)
     kinds = {Decision.EQUIVALENT: "equivalent", Decision.NOT_WORSE: "noninferior"}
     unless = []
@@ -193,6 +221,7 @@ def describe_gap(
         baseline=family.baseline.name,
         decision=decision,
         before_attention=gap.is_before_attention,
+        at_floor=gap.is_at_floor,
         params_percent=_percent_more(arm.params, baseline.params),
         flops_percent=_percent_more(arm.flops, baseline.flops),
         perplexity_percent=perplexity_percent(sample.mean) if sample.n else None,
@@ -233,21 +262,30 @@ def audit_gap(
     return audit(gap, curves, axis, margin, family.rounding_gap, detectable)
 
 
-def describe_margin(family: Family, number: int, margin: float) -> MarginTest:
-    """Test whether an arm is not worse by the margin, and whether it lies within it."""
-    sample = family.gaps[number].sample
-    if sample.n < 2:
-        return MarginTest(margin)
-    parts = {id(gap): Part.from_gap("", "equivalent", margin, gap) for gap in family.shown}
+def make_margin_tests(gaps: Sequence[Gap], margin: float) -> list[MarginTest]:
+    """Test whether arms are not worse by the margin, and whether they lie within it."""
+    parts = [Part.from_gap("", "equivalent", margin, gap) for gap in gaps]
 
-    def adjusted(find_p: Callable[[Part], float]) -> float | None:
-        return family.adjust(lambda gap: None if gap.p is None else find_p(parts[id(gap)]))[number]
-
-    alpha = stats.ALPHA / family.comparisons
-    seeds: int | None = stats.MIN_PAIRS
-    if sample.sd:
-        seeds = stats.required_n(
-            lambda n: stats.power_equivalence(0.0, margin, sample.spread_at(n), n, alpha)
+    def adjusted(find_p: Callable[[Part], float]) -> list[float | None]:
+        return adjust(
+            [None if gap.p is None else find_p(part) for gap, part in zip(gaps, parts, strict=True)]
         )
+
     p_noninferior = adjusted(lambda part: part.p_below(margin))
-    return MarginTest(margin, p_noninferior, adjusted(lambda part: part.p_equivalent), seeds)
+    p_equivalent = adjusted(lambda part: part.p_equivalent)
+    alpha = stats.ALPHA / max(1, sum(gap.p is not None for gap in gaps))
+    return [
+        MarginTest(margin)
+        if gap.p is None
+        else MarginTest(margin, below, within, _find_seeds(gap.sample, margin, alpha))
+        for gap, below, within in zip(gaps, p_noninferior, p_equivalent, strict=True)
+    ]
+
+
+def _find_seeds(sample: stats.Sample, margin: float, alpha: float) -> int | None:
+    """Return the number of seeds that show equivalence if the true gap is zero."""
+    if not sample.sd:
+        return stats.MIN_PAIRS
+    return stats.required_n(
+        lambda n: stats.power_equivalence(0.0, margin, sample.spread_at(n), n, alpha)
+    )

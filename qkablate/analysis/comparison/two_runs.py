@@ -2,6 +2,7 @@
 
 import functools
 import itertools
+import math
 from collections.abc import Iterable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
@@ -10,7 +11,8 @@ from typing import Any
 
 from qkablate.analysis.comparison.gaps import perplexity_percent
 from qkablate.analysis.study.loss_curves import VAL, read_loss_curves
-from qkablate.analysis.study.study import as_dict, read_facts
+from qkablate.analysis.study.standalone_runs import read_standalone_runs
+from qkablate.analysis.study.study import Record, Study, as_dict, read_facts
 from qkablate.config import Role, has_role
 from qkablate.errors import UserError
 from qkablate.runs.records import is_number, read_config, read_result
@@ -20,6 +22,7 @@ from qkablate.runs.run import find_run, find_runs
 _LIKE = ["data_fingerprint", "precision", "matmul", "device", "kernel", "threads", "code"]
 _LIKE += ["torch", "cpu"]
 Both = tuple[Any, Any]  # a value of each run
+_RATES = ("between", "matched", "same")  # names of variant.lr, the default first
 
 
 @dataclass(frozen=True)
@@ -32,14 +35,15 @@ class GapReading:
 
 @dataclass(frozen=True)
 class RunComparison:
-    """Losses, sizes and differing settings of two runs."""
+    """Losses, sizes and differing settings of two runs; a gap is the first minus the second."""
 
     runs: tuple[str, str]
     status: tuple[str, str]
     loss: dict[str, tuple[float | None, float | None]]  # by split
     gap: dict[str, float]
     perplexity_percent: dict[str, float]
-    params: Both
+    params: Both  # without embeddings
+    total_params: Both
     flops_per_token: Both
     seconds: Both
     packed: Both
@@ -81,7 +85,7 @@ def compare_runs(first: Path, second: Path) -> RunComparison:
     gaps = {s: a - b for s, (a, b) in losses.items() if a is not None and b is not None}
     curve, other_curve = read_loss_curves(first)[VAL], read_loss_curves(second)[VAL]
     status, other_status = (str(one.get("status", "no result")) for one in results)
-    params, other_params = (as_dict(one.get("params")).get("total") for one in results)
+    params, total_params = zip(*map(_sizes, results), strict=True)
     keys = ("flops_per_token", "seconds", "packed")
     return RunComparison(
         runs=(first.resolve().name, second.resolve().name),
@@ -89,7 +93,8 @@ def compare_runs(first: Path, second: Path) -> RunComparison:
         loss=losses,
         gap=gaps,
         perplexity_percent={split: perplexity_percent(value) for split, value in gaps.items()},
-        params=(params, other_params),
+        params=params,
+        total_params=total_params,
         **{key: (result.get(key), other_result.get(key)) for key in keys},
         differ=differ,
         unlike=unlike,
@@ -98,6 +103,67 @@ def compare_runs(first: Path, second: Path) -> RunComparison:
         and not any(key.startswith("seed") for key in differ),
         val_gap=[GapReading(t, curve[t] - other_curve[t]) for t in curve if t in other_curve],
     )
+
+
+def propose_sweep(first: Path, second: Path) -> list[str] | None:
+    """Return the arguments of a sweep that repeats two runs with several seeds.
+
+    None where they differ in more than a grid of two axes has, or a grid cannot repeat them.
+    """
+    study = read_standalone_runs([first, second])
+    by_folder = {record.folder: record for record in study.all_records}
+    if study.unread or len(by_folder) < 2:
+        return None
+    records = [by_folder[folder] for folder in (first, second)]
+    settings, others = (_settings(study, record) for record in records)
+    # A rate of the circuit that has a name is another number in each variant.
+    named = [name for name in _RATES if all(name in _rate_names(record) for record in records)]
+    for values in (settings, others) if named else ():
+        values["variant.lr"] = named[0]
+    differ = _differences(settings, others, {**settings, **others})
+    if len(differ) > 2 or any(None in values for values in differ.values()):
+        return None
+    if any(key.startswith(("init_from.", "variant.file")) for key in settings):
+        return None
+    words = [f"{key}={','.join(values)}" for key, values in differ.items()]
+    words += [f"{key}={value}" for key, value in settings.items() if key not in differ]
+    if "variant" not in differ and differ:
+        baseline = ", ".join(f"{key}: {other}" for key, (_, other) in differ.items())
+        words.append(f"sweep.baseline={{{baseline}}}")
+    elif "standard" not in differ.get("variant", ("standard",)):
+        words.append(f"sweep.baseline={others['variant']}")
+    return [*words, "seed=range(6)"]
+
+
+def _settings(study: Study, record: Record) -> dict[str, str]:
+    """Return the settings that repeat a run, without its seeds."""
+    pairs = (word.partition("=") for word in study.overrides_of(record.run))
+    return {key: value for key, _, value in pairs if _is_repeated(key)}
+
+
+def _rate_names(record: Record) -> list[str]:
+    """Return the names that the learning rate of a run's circuit has in its variant."""
+    factor, matched = (record.facts["lr"].get(key) for key in ("factor", "matched"))
+    if not (is_number(factor) and is_number(matched) and matched > 0):
+        return []
+    rates = zip(_RATES, (math.sqrt(matched), matched, 1.0), strict=True)
+    return [name for name, rate in rates if math.isclose(factor, rate)]
+
+
+def _is_repeated(key: str) -> bool:
+    """Return whether a sweep has to be given a run's key: not its seeds, nor threads and such."""
+    if key.startswith("seed") or key == "train.evaluate_test":
+        return False
+    return key in ("variant", "data") or has_role(key, Role.IDENTITY | Role.CONTENT)
+
+
+def _sizes(result: Mapping[str, object]) -> Both:
+    """Return the number of parameters without and with embeddings."""
+    counts = as_dict(result.get("params"))
+    total, embedding = counts.get("total"), counts.get("embedding")
+    if is_number(total) and is_number(embedding):
+        return total - embedding, total
+    return None, total
 
 
 def _differences(

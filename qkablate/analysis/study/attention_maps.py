@@ -73,7 +73,7 @@ def read_arm_attention(entry: Entry) -> ArmAttention | None:
             continue
         tokens, separator = decode_tokens(tokens_T.tolist(), entry.arm.config, record.folder)
         arm, variant = entry.name, entry.arm.variant
-        return ArmAttention(arm, variant, record.seed, tokens, a_LHTT, separator)
+        return ArmAttention(arm, variant, record.seed_label, tokens, a_LHTT, separator)
     return None
 
 

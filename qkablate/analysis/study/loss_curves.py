@@ -14,6 +14,7 @@ from qkablate.runs.records import decode_row, is_number, read_result, sha256
 
 LossCurve = dict[int, float]  # loss by tokens
 VAL, TRAIN = "val/loss", "train/loss"
+START = "start"  # validation loss at step 0, which has no place on a logarithmic axis of tokens
 _MAX_READINGS = 64  # of an unthinned curve
 _TOKENS = re.compile(rb'"tokens": ?(\d{1,18})')
 
@@ -39,6 +40,7 @@ def read_loss_curves(
             except ValueError:
                 damaged |= {line} - {unfinished}  # the last line may be just being written
         curves[metric] = dict(sorted(curves[metric].items()))
+    curves[START] = {0: curves[VAL].pop(0)} if 0 in curves[VAL] else {}
     if damaged:
         report_damage(folder, f"rows skipped: {len(damaged)}", note)
     return curves
@@ -73,7 +75,7 @@ def _read_loss(line: bytes, metric: str) -> LossCurve:
     """Return the loss of a row by its tokens, {} if it has none; ValueError if it is damaged."""
     row = decode_row(line)
     tokens, loss = row.get("tokens"), row.get(metric)
-    if type(tokens) is int and 0 < tokens < 2**60 and is_number(loss):
+    if type(tokens) is int and 0 <= tokens < 2**60 and is_number(loss):
         return {tokens: float(loss)}
     return {}
 

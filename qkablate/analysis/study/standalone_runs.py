@@ -160,7 +160,10 @@ def _with_sizes(arm: Arm, result: Mapping[str, Any] | None) -> Arm:
 
 
 def _with_unique_names(arms: dict[str, Arm]) -> dict[str, Arm]:
-    """Return the arms with unique names: arms of one name get the settings in which they differ."""
+    """Return the arms with unique names: arms of one name get the settings in which they differ.
+
+    Settings of the data are left out where the data set's name tells them apart.
+    """
     by_name: dict[str, list[str]] = {}
     for key, arm in arms.items():
         by_name.setdefault(arm.name, []).append(key)
@@ -169,6 +172,10 @@ def _with_unique_names(arms: dict[str, Arm]) -> dict[str, Arm]:
         words = {key: arms[key].overrides for key in keys}
         every = dict.fromkeys(itertools.chain(*words.values()))
         differ = [w for w in every if len({overrides.get(w) for overrides in words.values()}) > 1]
+        if len({o["data"] for o in words.values()}) == len(
+            {_data_words(o) for o in words.values()}
+        ):
+            differ = [word for word in differ if not word.startswith("data.")]
         for number, key in enumerate(keys):
             parts = [f"{w.rpartition('.')[2]}={words[key][w]}" for w in differ if w in words[key]]
             full = "-".join([name, *parts])
@@ -176,6 +183,10 @@ def _with_unique_names(arms: dict[str, Arm]) -> dict[str, Arm]:
                 full = f"{full}-{number}"
             named[key] = dataclasses.replace(arms[key], name=full)
     return {key: named[key] for key in arms}
+
+
+def _data_words(overrides: Mapping[str, str]) -> tuple[str, ...]:
+    return tuple(f"{k}={v}" for k, v in overrides.items() if k == "data" or k.startswith("data."))
 
 
 def _with_baselines(arms: list[Arm]) -> list[Arm]:

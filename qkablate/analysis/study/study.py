@@ -31,6 +31,7 @@ from qkablate.sweeps.planning.surface import excess_moment
 from qkablate.sweeps.planning.tuning import LrSearch
 from qkablate.sweeps.running.results import describe_missing_runs, resume_commands
 from qkablate.sweeps.running.state import RunState, SweepState
+from qkablate.table import format_count
 
 Seeds = tuple[tuple[str, int], ...]  # equal for the two runs of a pair
 # Fields of result.json.
@@ -38,7 +39,7 @@ _FACTS = ["precision", "matmul", "device", "kernel", "compile", "threads", "data
 _FACTS += ["steps", "seconds", "packed", "attempt", "version", "chance", "ended", TEXT_REFERENCES]
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class Record:
     """One run, read from its folder."""
 
@@ -52,6 +53,11 @@ class Record:
     facts: Mapping[str, Any]  # circumstances, equal in a fair comparison
     problems: list[str] = field(default_factory=list)  # damage of its files that have been read
 
+    def __repr__(self) -> str:
+        losses = {"val": self.val, "test": self.test}
+        known = [f"{split} {loss:.4f}" for split, loss in losses.items() if loss is not None]
+        return f"<Record {self.folder.name}: {', '.join([self.status, *known])}>"
+
     @property
     def loss(self) -> float | None:
         """Test loss of a run that is done."""
@@ -59,7 +65,7 @@ class Record:
 
     @cached_property
     def loss_curves(self) -> dict[str, LossCurve]:
-        """Curves of `val/loss` and `train/loss`, by tokens."""
+        """Curves of `val/loss` and `train/loss`, by tokens, and the validation loss at step 0."""
         return read_loss_curves(self.folder, self.problems.append)
 
     @cached_property
@@ -116,7 +122,12 @@ class Record:
         return exact if self.status == "done" and is_number(exact) else None
 
     @property
-    def seed(self) -> str:
+    def seed(self) -> int:
+        """Main seed."""
+        return dict(self.seeds)["seed"]
+
+    @property
+    def seed_label(self) -> str:
         """Seeds as text: `s3`, and those that differ from the main one."""
         others = dict(self.seeds)
         main = others.pop("seed")
@@ -187,7 +198,7 @@ class Entry:
         return str(sorted(item for item in self.arm.overrides.items() if item[0] not in keys))
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class Study:
     """The runs of a sweep, or of some folders, by arm and learning rate."""
 
@@ -201,6 +212,10 @@ class Study:
     resume_commands: list[list[str]] = field(default_factory=list)
     manifest: Manifest | None = None  # None: runs without a sweep
     unread: tuple[str, ...] = ()  # runs that are missing or cannot be read, with reasons
+
+    def __repr__(self) -> str:
+        arms, runs = format_count(len(self.arms), "arm"), format_count(self.expected, "run")
+        return f"<Study {self.name}: {arms}, {self.ended} of {runs} ended>"
 
     @property
     def records(self) -> list[Record]:

@@ -12,7 +12,7 @@ from qkablate.cli.arguments import key_hint
 from qkablate.compose.register import register
 from qkablate.compose.words import check_word, format_error
 from qkablate.config import KEYS, Config, conf_dir
-from qkablate.errors import UserError, nearest_hint
+from qkablate.errors import UserError, nearest_hint, not_one_of
 
 # Hydra's flags: those without a value, and those with one, of which some are a choice.
 _SWITCHES = {"--help", "-h", "--hydra-help", "--resolve", "--run", "-r", "--multirun", "-m"}
@@ -93,7 +93,7 @@ def _sort_flags(argv: list[str]) -> list[str]:
         elif flag in ("--info", "-i"):  # its value may be omitted
             value = value if equals else words.pop(0) if words and words[0] in _INFO else "all"
             if value not in _INFO:
-                raise UserError(f"{flag}: '{value}' is not one of {', '.join(_INFO)}")
+                raise UserError(f"{flag}: {not_one_of(value, _INFO)}")
             flags += [flag, value]
         elif flag not in _SWITCHES | {"--rerun"}:
             known = sorted({*_SWITCHES, *_WITH_VALUE, "--info", "--rerun"} - {flag})

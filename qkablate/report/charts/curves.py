@@ -1,15 +1,17 @@
 """Curves of loss and gap by training tokens."""
 
 import math
+import statistics
 from collections import Counter
 
 from qkablate.analysis.comparison.curves import Curve, arm_curve, gap_curve, thin
-from qkablate.analysis.study.loss_curves import VAL
+from qkablate.analysis.stats import Interval
+from qkablate.analysis.study.loss_curves import START, VAL
 from qkablate.analysis.study.study import Entry
 from qkablate.report.charts import base
 from qkablate.report.charts.base import Chart, Spec, round_digits
 from qkablate.report.section import Section, format_n, size_label
-from qkablate.report.text.numbers import format_gap, format_loss
+from qkablate.report.text.numbers import format_gap
 
 MAX_RUNS = 200  # whose curves are drawn one by one
 MAX_POINTS = 6_000  # of all curves of one chart
@@ -27,7 +29,7 @@ def loss_chart(section: Section) -> Chart:
     """Chart the loss by tokens."""
     most = points_per_curve(len(section.study.entries))
     with_runs = len(section.study.records) <= MAX_RUNS
-    panels, counts, has_chance = [], [], False
+    panels, counts, has_chance, has_start = [], [], False, False
     for name, entries in section.groups.items():
         means, runs = list[Spec](), list[Spec]()
         for entry in entries:
@@ -45,6 +47,9 @@ def loss_chart(section: Section) -> Chart:
             y = base.number_axis("loss", f"loss, nats per token{mark}", **scale)
             layers = _chance_layers(entries, y)
             has_chance = has_chance or bool(layers)
+            if (start := _find_start(section, entries)) is not None:
+                has_start = True
+                layers += _level_layers(start, f"step 0, {start:.3f}", y, "left")
             if runs:
                 lines = _line_encoding(section, y, "run")
                 layers.append(base.make_layer("line", lines, runs, strokeWidth=0.8, opacity=0.35))
@@ -61,6 +66,7 @@ def loss_chart(section: Section) -> Chart:
     caption += (
         " Dashed: the loss of guessing without looking at the sequence." if has_chance else ""
     )
+    caption += " Dashed, step 0: mean loss of all runs before training." * has_start
     return Chart("losses", f"{split} loss", caption, panels)
 
 
@@ -101,12 +107,25 @@ def _chance_layers(entries: list[Entry], y: Spec) -> list[Spec]:
         if (1 / chance) % 1 < 1e-9
         else -chance * math.log(chance) - rest * math.log(rest)
     )
+    return _level_layers(loss, f"chance, {loss:.3f}", y, "right")
+
+
+def _find_start(section: Section, entries: list[Entry]) -> float | None:
+    """Return the mean validation loss at step 0, where curves show it and runs have it."""
+    records = [record for entry in entries for record in entry.records.values()]
+    losses = [loss for record in records for loss in record.loss_curves[START].values()]
+    return statistics.fmean(losses) if losses and section.metric == VAL else None
+
+
+def _level_layers(loss: float, text: str, y: Spec, side: str) -> list[Spec]:
+    """Return a dashed line at a loss, with its label at the left or right."""
+    x, dx = (0, 4) if side == "left" else ("width", -4)
     rows = [{"loss": round_digits(loss, 5)}]
-    label = {"text": f"chance, {loss:.3f}", "align": "right", "dx": -4, "dy": -6, "fontSize": 11}
+    label = {"text": text, "align": side, "dx": dx, "dy": -6, "fontSize": 11}
     faint = {"color": "var(--faint)"}
     return [
         base.make_layer("rule", {"y": y}, rows, **faint, strokeDash=[3, 3]),
-        base.make_layer("text", {"y": y, "x": {"value": "width"}}, rows, **label, **faint),
+        base.make_layer("text", {"y": y, "x": {"value": x}}, rows, **label, **faint),
     ]
 
 
@@ -146,18 +165,20 @@ def _end_labels(rows: list[Spec]) -> list[Spec]:
     return labels
 
 
-def mean_rows(curve: Curve, entry: Entry, *, band: bool = False) -> list[Spec]:
-    """Return a row per reading: the mean with its interval or simultaneous band."""
+def mean_rows(
+    curve: Curve, entry: Entry, bounds: Interval = (0.0, math.inf), *, band: bool = False
+) -> list[Spec]:
+    """Return a row per reading: the mean with its interval within bounds, or simultaneous band."""
     intervals = curve.band() if band else [sample.interval() for sample in curve.samples]
+    least, most = (-math.inf, math.inf) if band else bounds
     rows = []
     for tokens, sample, interval in zip(curve.tokens, curve.samples, intervals, strict=True):
         if not math.isfinite(sample.mean):
             continue
+        interval = interval and (max(interval[0], least), min(interval[1], most))
         low, high = (round_digits(end, 5) for end in interval) if interval else (None, None)
-        if low is not None and not band:
-            low = max(low, 0.0)  # neither losses nor the measures of heads are negative
         row = {"arm": entry.name, "variant": entry.arm.variant, "tokens": tokens, "n": sample.n}
-        row |= {"estimate": format_gap(sample.mean, interval) if band else format_loss(sample)}
+        row |= {"estimate": format_gap(sample.mean, interval, signed=band)}
         rows.append(row | {"loss": round_digits(sample.mean, 5), "low": low, "high": high})
     return rows
 

@@ -89,15 +89,16 @@ def _make_panel(section: Section, title: str, rows: list[Spec], seeds: list[Spec
     # The band of few pairs may be wider than all else, so the axis follows the lines.
     means = [row["distance"] for row in (*rows, *seeds)]
     domain = [min(means) / 3, max(means) * 3]
-    y = base.log_axis("distance", "distance, nats per position", ".0e", domain=domain)
+    y = base.log_axis("distance", "distance, nats per position", ".2~e", domain=domain)
     rows = drop_wide_bands(rows, domain)
     layers = mean_layers(section, rows, y)
     if seeds:
         place, faint = {"x": TOKENS, "y": y}, {"color": "var(--faint)"}
         line, last = place | {"tooltip": TOOLTIP}, seeds[-1:]
+        style = {"strokeDash": [3, 3], "strokeWidth": 1.5, "point": len(seeds) == 1}
         label = {"text": "another seed", **faint, "fontSize": 11, "align": "right"}
         layers += [
-            base.make_layer("line", line, seeds, **faint, strokeDash=[3, 3], strokeWidth=1.5),
+            base.make_layer("line", line, seeds, **faint, **style),
             base.make_layer("text", place, last, **label, baseline="bottom", dy=-4),
         ]
     return base.make_panel(title, rows, layers, 260)

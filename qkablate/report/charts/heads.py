@@ -12,6 +12,7 @@ import numpy as np
 from qkablate.analysis.comparison import head_metrics
 from qkablate.analysis.comparison.curves import Curve, thin
 from qkablate.analysis.comparison.head_metrics import SPECTRUM, HeadMetrics, nan_mean
+from qkablate.analysis.stats import Interval
 from qkablate.analysis.study.study import Entry
 from qkablate.report.charts import base
 from qkablate.report.charts.base import Chart, ChartPanel, Spec, round_digits
@@ -45,13 +46,17 @@ def panel_title(metric: str, size: str, several: bool) -> str:
 
 def _find_curves(
     section: Section, metrics: Mapping[str, str]
-) -> Iterator[tuple[str, str, list[tuple[Curve, Entry]]]]:
+) -> Iterator[tuple[str, str, list[tuple[Curve, Entry, Interval]]]]:
     """Yield for each size and metric the panel's title, the metric, and the curves of the arms."""
     groups = head_groups(section)
     most = points_per_curve(len(metrics) * len(section.heads), most=24)
     for size, group in groups:
         for name, metric in metrics.items():
-            curves = [(c, arm.entry) for arm in group if (c := arm.curve(name, most)) is not None]
+            curves = [
+                (curve, arm.entry, arm.bounds(name))
+                for arm in group
+                if (curve := arm.curve(name, most)) is not None
+            ]
             yield panel_title(metric, size, len(groups) > 1), metric, curves
 
 
@@ -59,8 +64,8 @@ def head_curve_chart(section: Section) -> Chart:
     """Chart head metrics by tokens, as means over all heads."""
     panels, counts = [], []
     for title, metric, curves in _find_curves(section, head_metrics.BY_TOKENS):
-        counts += [curve.samples[0].n for curve, _ in curves]
-        if rows := [row for curve, entry in curves for row in mean_rows(curve, entry)]:
+        counts += [curve.samples[0].n for curve, *_ in curves]
+        if rows := [row for curve in curves for row in mean_rows(*curve)]:
             y = base.number_axis("loss", metric, zero=False)
             panels.append(base.make_panel(title, rows, mean_layers(section, rows, y)))
     caption = (
@@ -74,14 +79,14 @@ def head_curve_chart(section: Section) -> Chart:
 
 def rounding_chart(section: Section) -> Chart:
     """Chart the difference of the two orders of multiplication by tokens, beside the gap."""
-    y = base.log_axis("loss", "relative difference", ".0e")
+    y = base.log_axis("loss", "relative difference", ".2~e")
     panels, counts = [], []
     for title, _, curves in _find_curves(section, head_metrics.ROUNDING):
-        counts += [curve.samples[0].n for curve, _ in curves]
+        counts += [curve.samples[0].n for curve, *_ in curves]
         if rows := [
             row | {"estimate": f"{row['loss']:.2g}", "low": None, "high": None}
-            for curve, entry in curves
-            for row in mean_rows(curve, entry)
+            for curve in curves
+            for row in mean_rows(*curve)
             if row["loss"] > 0
         ]:
             panels.append(base.make_panel(title, rows, mean_layers(section, rows, y)))
@@ -297,7 +302,7 @@ def spectra_by_tokens_chart(section: Section) -> Chart:
     panels = [_make_panel(title, rows, lines, layers) for title, rows in shown.items()]
     caption = (
         f"Singular values of B as above, mean over layers, heads and runs ({format_n(counts)}), at"
-        f" up to {_MAX_TIMES} times during training: pale early, dark late."
+        f" up to {_MAX_TIMES} times during training: faint early, strong late."
     )
     if len(shown) < len(by_title):
         caption += f" Only the first {_MAX_PANELS} of {len(by_title)} arms are shown."

@@ -158,6 +158,7 @@ def cost_chart(section: Section) -> Chart | None:
 
 def _loss_cells(sample: Sample) -> Spec:
     low, high = sample.interval() or (None, None)
+    low = None if low is None else max(low, 0.0)  # no loss is negative
     loss = {"loss": sample.mean, "low": low, "high": high, "n": sample.n}
     return loss | {"estimate": format_loss(sample)}
 

@@ -5,7 +5,7 @@ from collections import Counter
 from qkablate.analysis.claims.judgement import PartJudgement
 from qkablate.analysis.claims.measures import Unit
 from qkablate.analysis.comparison.audit import AuditCheck
-from qkablate.analysis.comparison.decision import Decision, RateScope, Verdict
+from qkablate.analysis.comparison.decision import BEFORE_ATTENTION, Decision, RateScope, Verdict
 from qkablate.analysis.comparison.summary import GapSummary
 from qkablate.report.section import Section, format_n
 from qkablate.report.text.numbers import (
@@ -38,8 +38,10 @@ def summarize(section: Section) -> list[str]:
         return [f"{_format_progress(section)}There is no completed pair of runs to compare yet."]
     if all(gap.n < 2 and not gap.decision.is_divergence for gap in measured):
         gaps = [f"{g.arm} is {format_nats(g.mean or 0.0)} nats from {g.baseline}" for g in measured]
+        behind = _describe_baselines(section, measured)
         return [
-            f"{_format_progress(section)}With one seed, {format_list(gaps, 3)}.",
+            f"{_format_progress(section)}With one seed, {format_list(gaps, 3)}"
+            f"{f'; {behind}' if behind else ''}.",
             "A single pair cannot separate a difference from chance; run more seeds to estimate the"
             " seed-to-seed spread.",
         ]
@@ -137,8 +139,31 @@ def _summarize_gaps(
     nats = measured[0].margin and f"{measured[0].margin.nats:g} nats"
     parts = [_PHRASES[word].format(_join(own), margin=nats) for word, own in names.items() if own]
     text = f"{compared} with {baselines} on the same data and seeds, {'; '.join(parts)}"
-    scopes = {scope for gap in measured for scope in gap.scopes} - {RateScope.SIGN_DEPENDS}
-    return f"{text}; this holds {_join(sorted(scopes))}" if scopes else text
+    decided = [gap for gap in measured if gap.is_decided]
+    scopes = {scope for gap in decided for scope in gap.scopes} - {RateScope.SIGN_DEPENDS}
+    text += f"; this holds {_join(sorted(scopes))}" if scopes else ""
+    if behind := _describe_baselines(section, measured):
+        text += f"{':' if BEFORE_ATTENTION in scopes else ';'} {behind}"
+    return text
+
+
+def _describe_baselines(section: Section, gaps: list[GapSummary]) -> str:
+    """Name the baselines that attention has not helped yet.
+
+    The floor is named beside "worse" alone: otherwise the experiment could not tell, which is said.
+    """
+    behind = {
+        "beat the best n-gram": [gap for gap in gaps if gap.before_attention],
+        "clearly beat `uniform`": [
+            gap for gap in gaps if gap.at_floor and gap.decision == Decision.WORSE
+        ],
+    }
+    texts = []
+    for what, found in behind.items():
+        names = sorted({section.entries[gap.baseline].arm.variant for gap in found})
+        if names:
+            texts.append(f"{_join(names)} {'does' if len(names) == 1 else 'do'} not {what}")
+    return " and ".join(texts)
 
 
 # In order of precedence: a difference found at one size is reported, whatever the other sizes show.
@@ -186,13 +211,15 @@ def _format_power(measured: list[GapSummary]) -> str:
     """Format sample sizes, smallest detectable effects and audit warnings."""
     text = f"This is based on {format_n([gap.n for gap in measured])} pairs of runs per arm"
     effects = [gap.detectable for gap in measured if gap.detectable is not None]
+    has_none = any(gap.decision == Decision.NO_DIFFERENCE_FOUND for gap in measured)
     if effects:
         low, high = (f"{value:.2g}" for value in (min(effects), max(effects)))
         sizes = f"{low} nats" if low == high else f"{low} to {high} nats (by arm)"
         text += f", which detect a true gap of {sizes} with 80 % power"
-        if any(gap.decision == Decision.NO_DIFFERENCE_FOUND for gap in measured):
-            text += "; “no difference found” does not mean equal"
-    return f"{text}{_format_warnings([check for gap in measured for check in gap.audit])}."
+        text += "; “no difference found” does not mean equal" * has_none
+    # A difference that was found needs no floor.
+    checks = [c for gap in measured for c in gap.audit if has_none or c.name != "floor"]
+    return f"{text}{_format_warnings(checks)}."
 
 
 def _format_warnings(checks: list[AuditCheck]) -> str:

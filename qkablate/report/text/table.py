@@ -20,7 +20,6 @@ class Table:
     columns: list[str]
     rows: list[list[str]]
     notes: list[str] = field(default_factory=list)
-    wrap: tuple[str, ...] = ()  # columns that may be broken into lines
 
 
 def format_known(value: Any, form: str | Callable[[Any], str] = ".4f") -> str:
@@ -39,15 +38,18 @@ def format_interval(
     return f"[{', '.join(format_known(end, form) for end in ends)}]"
 
 
+def find_number_columns(rows: Sequence[Sequence[str]]) -> list[bool]:
+    """Return by column whether its cells begin as numbers do, or are dashes or empty."""
+    return [any(cells) and all(map(_NUMBER.match, cells)) for cells in zip(*rows, strict=True)]
+
+
 def format_markdown(table: Table) -> str:
     """Return a table as Markdown."""
 
     def line(cells: Sequence[str]) -> str:
         return f"| {' | '.join(map(_as_cell, cells))} |"
 
-    columns = zip(*table.rows, strict=True) if table.rows else [()] * len(table.columns)
-    # Right for a column whose cells begin as numbers do, or are dashes or empty.
-    are_numbers = [any(cells) and all(map(_NUMBER.match, cells)) for cells in columns]
+    are_numbers = find_number_columns(table.rows) or [False] * len(table.columns)
     rule = ["---:" if right else "---" for right in are_numbers]
     lines = [line(table.columns), line(rule), *map(line, table.rows)]
     notes = [f"- {escape_markdown(note)}" for note in table.notes]

@@ -20,12 +20,13 @@ def make_tables(summary: StudySummary) -> list[Table]:
     by_baseline = {floor.baseline: (floor, list[GapSummary]()) for floor in summary.noise_floor}
     for gap in summary.gaps:
         by_baseline[gap.baseline][1].append(gap)
+    curves = [curve for curve in summary.curves if len(curve.readings) > 1]
     return [
         _arm_table(summary),
         *(_gap_table(gaps, floor, summary) for floor, gaps in by_baseline.values()),
         *(_rank_table(ranking) for ranking in summary.rankings if len(ranking.ranks) > 1),
         *([_rate_table(summary.learning_rates)] if summary.learning_rates else []),
-        *([_curve_table(summary.curves)] if summary.curves else []),
+        *([_curve_table(curves)] if curves else []),
         *map(make_distance_table, summary.function_distance),
         *(
             _series_table(along, series)
@@ -64,23 +65,22 @@ def _arm_table(summary: StudySummary) -> Table:
 
 
 def _gap_table(gaps: list[GapSummary], floor: NoiseFloor, summary: StudySummary) -> Table:
-    head = ["arm", "params", "n", "gap", "95 % interval", "SE over documents", "perplexity"]
-    head += ["p (Holm)", "detectable", "decision"]
+    head = ["arm", "gap", "95 % interval", "decision", "p (Holm)", "n", "params", "perplexity"]
     has_documents = any(gap.document_error for gap in gaps)
-    if not has_documents:
-        head.remove("SE over documents")
+    head += [*["SE over documents"] * has_documents, "detectable"]
     if gaps[0].margin is not None:
         size = f"{gaps[0].margin.nats:g}"
         head += [f"p (gap ≥ {size})", f"p (beyond ± {size})", f"seeds for ± {size} if the gap is 0"]
     head += ["BCa", "sign flip", "audit"]
     rows = []
     for gap in gaps:
-        cells = [gap.arm, format_percent_more(gap.params_percent), str(gap.n)]
-        cells += [format_known(gap.mean, format_nats), format_gap_interval(gap)]
+        cells = [gap.arm, format_known(gap.mean, format_nats), format_gap_interval(gap)]
+        cells += [gap.short_verdict, format_p(gap.p_holm), str(gap.n)]
+        cells += [format_percent_more(gap.params_percent)]
+        cells += [format_known(gap.perplexity_percent, "{:+.2f} %".format)]
         if has_documents:
             cells.append(format_known(gap.document_error and gap.document_error.se))
-        cells += [format_known(gap.perplexity_percent, "{:+.2f} %".format), format_p(gap.p_holm)]
-        cells += [format_known(gap.detectable), gap.verdict]
+        cells += [format_known(gap.detectable)]
         if gap.margin is not None:
             cells += [format_p(gap.margin.p_noninferior), format_p(gap.margin.p_equivalent)]
             needed = str(gap.margin.seeds_if_zero or "too many")
@@ -88,7 +88,7 @@ def _gap_table(gaps: list[GapSummary], floor: NoiseFloor, summary: StudySummary)
         state = worst_state(gap.audit)
         cells += [format_interval(gap.bca), format_p(gap.sign_flip)]
         rows.append([*cells, f"{MARKS[state]} {state}".strip()])
-    notes, tuning = _gap_notes(gaps, floor), summary.tuning
+    notes, tuning = [*describe_verdicts(gaps), *_gap_notes(gaps, floor)], summary.tuning
     if summary.one_at_a_time:
         notes.append("one factor at a time: interactions between the axes are not estimated")
     if tuning is not None and any(gap.rates for gap in gaps):
@@ -99,6 +99,17 @@ def _gap_table(gaps: list[GapSummary], floor: NoiseFloor, summary: StudySummary)
             f" sweep.tune=true settles it ({tuning.runs:,} runs{time})"
         )
     return Table(f"gaps to {floor.baseline}, paired by seed", head, rows, notes)
+
+
+def describe_verdicts(gaps: list[GapSummary]) -> list[str]:
+    """Return what each decision is limited to, or why there is none, with its arms."""
+    arms: dict[str, list[str]] = {}
+    for gap in gaps:
+        if not gap.verdict.startswith(short := gap.short_verdict):
+            arms.setdefault(f"{short}: {gap.verdict}", []).append(gap.arm)
+        elif gap.is_decided and gap.verdict != short:  # the audit warns of too few pairs
+            arms.setdefault(gap.verdict, []).append(gap.arm)
+    return [f"{text}: {format_list(own)}" if len(gaps) > 1 else text for text, own in arms.items()]
 
 
 def _gap_notes(gaps: list[GapSummary], floor: NoiseFloor) -> list[str]:

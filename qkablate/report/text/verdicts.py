@@ -3,7 +3,12 @@
 from qkablate.analysis.comparison.audit import MARKS
 from qkablate.analysis.comparison.summary import GapSummary, StudySummary
 from qkablate.report.text.table import Table, format_known
-from qkablate.report.text.tables import format_accuracy, format_gap_interval, format_p
+from qkablate.report.text.tables import (
+    describe_verdicts,
+    format_accuracy,
+    format_gap_interval,
+    format_p,
+)
 from qkablate.table import format_list, format_nats
 
 
@@ -21,7 +26,7 @@ def _make_table(summary: StudySummary, baseline: str | None = None) -> Table:
     nats = next((gap.margin.nats for gap in gaps.values() if gap.margin), None)
     has_accuracy = any(arm.accuracy is not None for arm in summary.arms)
     head = ["arm"]
-    head += ["gap", "95 % interval", "p (Holm)", "decision"] if baseline else []
+    head += ["gap", "95 % interval", "decision", "p (Holm)"] if baseline else []
     head += ["done", "test loss", *["accuracy", "chance"] * has_accuracy]
     head += [f"p (gap ≥ {nats:g})", f"p (beyond ± {nats:g})"] if nats is not None else []
     rows = []
@@ -38,16 +43,15 @@ def _make_table(summary: StudySummary, baseline: str | None = None) -> Table:
             cells += [format_p(margin.p_equivalent if margin else None)]
         rows.append(cells)
     title = f"gaps to {baseline}, paired by seed" if baseline else "test loss"
-    return Table(
-        f"{title}; nats per token", head, rows, _warnings([*gaps.values()]), wrap=("decision",)
-    )
+    notes = [*describe_verdicts([*gaps.values()]), *_warnings([*gaps.values()])]
+    return Table(f"{title}; nats per token", head, rows, notes)
 
 
 def _gap_cells(gap: GapSummary | None) -> list[str]:
     if gap is None:
-        return ["", "", "", "baseline"]
+        return ["", "", "baseline", ""]
     mean = format_known(gap.mean, format_nats)
-    return [mean, format_gap_interval(gap), format_p(gap.p_holm), gap.verdict]
+    return [mean, format_gap_interval(gap), gap.short_verdict, format_p(gap.p_holm)]
 
 
 def _warnings(gaps: list[GapSummary]) -> list[str]:

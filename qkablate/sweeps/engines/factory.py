@@ -5,7 +5,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from qkablate.config import EngineConfig, SweepConfig
-from qkablate.errors import UserError
+from qkablate.errors import UserError, install_hint
 from qkablate.sweeps.engines.base import Engine
 from qkablate.sweeps.engines.local import LocalEngine
 from qkablate.sweeps.engines.ray.engine import RayEngine, check_address
@@ -23,7 +23,7 @@ def check_engine(engine: EngineConfig) -> None:
     if required and importlib.util.find_spec(required) is None:
         raise UserError(
             f"engine: {engine.name} needs {required}, which is not installed:"
-            f" pip install 'qkablate[{engine.name}]'"
+            f" {install_hint(engine.name)}"
         )
     if engine.name == "slurm":
         cluster.check_cluster(engine)

@@ -20,11 +20,11 @@ from qkablate.config import TEXT_SOURCES, Config
 from qkablate.data.text_references import peak_bytes
 from qkablate.errors import UserError
 from qkablate.runs.records import read_json, write_json
-from qkablate.runs.run import NUMERICS, read_cpu_name, run_id
+from qkablate.runs.run import NUMERICS, count_cores, read_cpu_name, run_id
 from qkablate.sweeps.engines.local import PRELOADED
 from qkablate.sweeps.engines.main_module import hidden_main_module
 from qkablate.sweeps.planning.manifest import Arm, Manifest
-from qkablate.sweeps.planning.packing import Slots, count_cores
+from qkablate.sweeps.planning.packing import Slots
 from qkablate.sweeps.planning.tuning import refinement_sizes
 from qkablate.training import hardware
 from qkablate.training.measure import (
@@ -199,7 +199,7 @@ def _time_steps(config: Config, vocabulary: int, gpu: str | None) -> tuple[float
     model, step = make_training_step(config, vocabulary, config.train.grad_accum)
     ready, times = time.perf_counter(), list[float]()
     while len(times) < 1 + STEPS and sum(times) < MAX_SECONDS:
-        times.append(time_step(step, config.device))
+        times.append(hardware.time_action(step, config.device))
     evaluate_once(config, model, vocabulary)
     median = statistics.median(times[1:] or times)
     return median, ready - began + times[0], hardware.peak_memory(config.device)
@@ -233,14 +233,6 @@ class MeasuringProcess:
         if isinstance(answer, str):
             raise UserError(f"{failure}: {answer}")
         return answer
-
-
-def time_step(step: Callable[[], None], device: str) -> float:
-    """Return the seconds of one training step."""
-    start = time.perf_counter()
-    step()
-    hardware.synchronize(device)
-    return time.perf_counter() - start
 
 
 def _send_answer(

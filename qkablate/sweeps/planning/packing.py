@@ -7,6 +7,7 @@ import torch
 
 from qkablate.config import EngineConfig, SweepConfig
 from qkablate.errors import UserError
+from qkablate.runs.run import count_cores
 from qkablate.sweeps.planning.manifest import Arm, Manifest
 from qkablate.training import hardware
 from qkablate.training.measure import BYTES_PER_PARAMETER
@@ -61,12 +62,6 @@ def pack(manifest: Manifest, settings: SweepConfig) -> tuple[Manifest, Slots]:
         for name, arm in manifest.arms.items()
     }
     return replace(manifest, arms=packed), slots
-
-
-def count_cores() -> int:
-    """Return the number of cores that this process may use."""
-    affinity = os.sched_getaffinity(0) if hasattr(os, "sched_getaffinity") else ()
-    return len(affinity) or os.cpu_count() or 1
 
 
 def gpus_per_run(manifest: Manifest, engine: EngineConfig) -> int | float:

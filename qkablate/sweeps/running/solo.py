@@ -19,7 +19,7 @@ from qkablate.config import Config
 from qkablate.errors import UserError, print_stderr
 from qkablate.runs.lease import LeaseObserver
 from qkablate.runs.run import read_cpu_name
-from qkablate.sweeps.planning.estimate import MeasuringProcess, time_step
+from qkablate.sweeps.planning.estimate import MeasuringProcess
 from qkablate.sweeps.planning.manifest import Manifest
 from qkablate.sweeps.running.solo_results import SoloFile, SoloRow, read_solo
 from qkablate.training import hardware
@@ -122,7 +122,7 @@ def _measure_costs(config: Config, vocabulary: int) -> tuple[float, float, float
     _reset_peak(config.device)
     times: list[float] = []
     while len(times) < MIN_STEPS or sum(times) < SECONDS:
-        times.append(time_step(step, config.device))
+        times.append(hardware.time_action(step, config.device))
     peak = _resident_bytes("VmHWM", config.device) - empty
     if peak <= 0:
         raise UserError("its memory is not known on this machine")

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from qkablate.disk import read_file
+from qkablate.disk import link_atomic, read_file
 from qkablate.runs.lease import LeaseObserver, hold_lease
 from qkablate.runs.records import decode_row, read_result
 from qkablate.sweeps.engines.base import LOG_FILE, read_last_line
@@ -220,9 +220,5 @@ def link_run(manifest: Manifest, state: RunState) -> bool:
     if not state.folder.exists():
         return False
     path.parent.mkdir(parents=True, exist_ok=True)
-    target = os.path.relpath(state.folder.resolve(), path.parent.resolve())
-    # Atomic, because two launchers may do this at once.
-    temporary = path.with_name(f".{path.name}.{os.getpid()}")
-    temporary.symlink_to(target)
-    temporary.replace(path)
+    link_atomic(path, state.folder)
     return True

@@ -12,7 +12,7 @@ from typing import Any
 from urllib.parse import urlsplit
 
 from qkablate.config import TrackingConfig
-from qkablate.errors import UserError
+from qkablate.errors import UserError, not_one_of
 from qkablate.redaction import redact
 
 CONNECT_SECONDS = 5  # timeout of a probe of the server
@@ -26,8 +26,9 @@ def resolve_mode(tracking: TrackingConfig) -> str:
     if mode == "auto":
         mode = os.environ.get("WANDB_MODE", "auto").lower()
         mode = {"dryrun": "offline", "run": "online", "shared": "online"}.get(mode, mode)
-        if mode not in ("auto", "online", "offline", "disabled"):
-            raise UserError(f"WANDB_MODE: '{mode}' is not one of online, offline, disabled")
+        modes = ("online", "offline", "disabled")
+        if mode not in ("auto", *modes):
+            raise UserError(f"WANDB_MODE: {not_one_of(mode, modes)}")
     if mode == "auto":
         return "online" if has_key() else "offline"
     if mode == "online" and not has_key():

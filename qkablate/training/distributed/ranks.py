@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 from qkablate.config import Config
 from qkablate.errors import UserError
 from qkablate.redaction import redact
+from qkablate.runs.run import count_cores
 from qkablate.training.signals import Signals
 
 if TYPE_CHECKING:
@@ -83,8 +84,7 @@ class Ranks:
             raise UserError("train.fsdp: true needs compile=false")
         threads = config.threads
         if threads == "auto":  # torchrun would set 1
-            cores = len(os.sched_getaffinity(0)) if sys.platform == "linux" else os.cpu_count() or 1
-            threads = max(1, cores // self.local_count)
+            threads = max(1, count_cores() // self.local_count)
         return dataclasses.replace(
             config,
             device=self._resolve_device(config.device),

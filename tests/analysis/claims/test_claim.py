@@ -50,22 +50,28 @@ def assert_one_line(error, line):
 
 SEEDS = "seeds: {} is not a number from 3 on, or a rising list of looks as [6, 12, 20]"
 MISTAKES = {
-    "a key that is not": ({"margn": 1}, "margn: there is no such key; there is says, source"),
+    "a key that is not": ({"margn": 1}, "'margn' is not one of parts, "),
     "a key that is nearly one": ({"tuning_seed": 1}, "(nearest: tuning_seeds)"),
     "says missing": ({"says": None}, "says: a text is required"),
     "says empty": ({"says": " \n"}, "says: a text is required"),
     "says a number": ({"says": 3}, "says: a text is required"),
     "source missing": ({"source": None}, "source: a text is required"),
-    "a key of a part": (part(margn=1), "parts.within.margn: there is no such key"),
+    "a key of a part": (
+        part(margn=1),
+        "parts.within: 'margn' (nearest: margin) is not one of margin, ",
+    ),
     "a key of a part, nearly": (part(magin=1), "(nearest: margin)"),
     "a kind that is not": (part(kind="same"), "'same' is not one of noninferior, equivalent"),
     "a kind that is nearly one": (part(kind="noninferor"), "(nearest: noninferior)"),
     "a kind that is a list": (part(kind=["better"]), "parts.within.kind: "),
     "kind missing": (part(kind=None), "parts.within.kind: 'None' is not one of"),
-    "an axis that is not": (part(axis="param"), "parts.within.axis: 'param' is not one of tokens"),
+    "an axis that is not": (
+        part(axis="param"),
+        "parts.within.axis: 'param' (nearest: params) is not one of tokens",
+    ),
     "an axis that is nearly one": (part(axis="param"), "(nearest: params)"),
     "a horizon that is not": (part(horizon="every"), "'every' is not one of longest, each, growth"),
-    "a measure that is not": (part(of="size"), "parts.within.of: 'size' is not one of gap, spr"),
+    "a measure that is not": (part(of="size"), "parts.within.of: 'size' is not one of "),
     "a spread that is better": (part(of="spread", kind="better"), "parts.within.of: a spread"),
     "a spread that is equivalent": (part(of="spread", kind="equivalent"), "parts.within.of: "),
     "a spread that grows": (part(of="spread", kind="worse", horizon="growth"), "within.horizon: "),
@@ -74,7 +80,10 @@ MISTAKES = {
     "sizes alone": (part(of="params"), "parts: none is measured by training"),
     "an adjusted size of nothing": (part(adjust="d_model"), "d_model pays for axis=params or"),
     "an adjusted size that is not": (part(axis="params", adjust="heads"), "'heads' is not one of"),
-    "data that are not": (part(data="recal"), "parts.within.data: 'recal' is not one of text, ind"),
+    "data that are not": (
+        part(data="recal"),
+        "parts.within.data: 'recal' (nearest: recall) is not one of ",
+    ),
     "data that are nearly some": (part(data="recal"), "(nearest: recall)"),
     "data twice": (part(data=["text", "text"]), "parts.within.data: name each of text, induction"),
     "no data": (part(data=[]), "parts.within.data: name each of"),
@@ -143,7 +152,10 @@ MISTAKES = {
     "filter a text": ({"filter": "model.d_model > 3"}, "filter: must be a list of predicates"),
     "filter of numbers": ({"filter": [3]}, "filter: must be a list of predicates"),
     "scale a list": ({"scale": ["small"]}, "scale: must be a map of keys to values"),
-    "scale not known": ({"scale": {"smal": {}}}, "scale.smal: there is no such key"),
+    "scale not known": (
+        {"scale": {"smal": {}}},
+        "scale: 'smal' (nearest: small) is not one of small",
+    ),
     "scale nearly known": ({"scale": {"smal": {}}}, "(nearest: small)"),
     "scale a number": ({"scale": {"small": 3}}, "scale.small: must be a map of keys to values"),
 }
@@ -267,7 +279,7 @@ def test_missing_file_is_rejected(tmp_path):
 def test_unknown_name_is_rejected_with_the_nearest(name):
     with pytest.raises(UserError) as error:
         load_claim(name)
-    assert_one_line(error, f"there is no claim '{name}'")
+    assert_one_line(error, f"claim '{name}'")
     assert "qkablate claim list" in str(error.value)
     if name == "one_hed":
         assert "(nearest: one_head)" in str(error.value)
@@ -276,7 +288,7 @@ def test_unknown_name_is_rejected_with_the_nearest(name):
 def test_unknown_scale_is_rejected(tmp_path):
     with pytest.raises(UserError) as error:
         load_claim("one_head", "smal")
-    assert_one_line(error, "scale: 'smal' is not one of small, gpu")
+    assert_one_line(error, "scale: 'smal' (nearest: small) is not one of small, gpu")
 
 
 def test_untestable_claim_needs_only_a_reason(tmp_path):
@@ -602,7 +614,7 @@ def test_arms_with_other_differences_are_not_paired(world, key):
             {"model.hedas": 2},
             "parts.within.arm: model.hedas: there is no such key (nearest: ",
         ),
-        ("no_qq", "parts.within.arm: there is no variant 'no_qq' (nearest: no_q"),
+        ("no_qq", "parts.within.arm: 'no_qq' (nearest: no_q"),
         ({}, "parts.within.arm: selects no arm"),
     ],
 )

@@ -80,7 +80,8 @@ def test_best_of_several_rates_is_limited_to_the_rate_of_its_circuit(cached_worl
     other = "worse at this rate (not tuned)"
     assert verdicts(world, loss) == [other, "worse at these rates", other]
     plan = describe_study(world.study()).tuning
-    assert plan.command[-2:] == ["optim.lr=0.001", "sweep.tune=true"]  # three are too few
+    assert plan.command[-3] == "optim.lr=0.001"  # three are too few
+    assert plan.command[-2:] == ["sweep.name=grid-tuned", "sweep.tune=true"]
 
 
 def test_best_of_several_rates_without_a_multiplier_gets_a_bare_decision(cached_world):
@@ -257,6 +258,33 @@ def test_difference_that_showed_needs_no_floor(cached_world):
 def test_baseline_below_the_floor_finds_no_difference_either(cached_world):
     gap = only_gap(cached_world(*WORDS), losses(lead=-0.1))
     assert gap.decision == "the experiment could not tell"
+
+
+def test_loss_beside_the_floor_is_one_before_attention_mattered(cached_world):
+    world = cached_world(*WORDS)
+    gap = only_gap(world, losses(0.1, -0.1))
+    assert gap.verdict == "worse at this rate (not tuned), before attention mattered"
+    assert gap.short_verdict == "worse"
+    (check,) = [check for check in gap.audit if check.name == "floor"]
+    assert check.is_warning
+    assert "finding no difference would mean nothing; raise train.steps" in check.message
+    assert "attention" not in only_gap(world, losses(0.1, 1.0)).verdict
+    # An arm that gained shows that attention can matter.
+    assert only_gap(world, losses(-0.1, -0.1)).verdict == "better at this rate (not tuned)"
+
+
+@pytest.mark.parametrize(
+    ("loss", "margin", "short"),
+    [
+        (losses(lead=-0.1), None, "no verdict"),
+        (losses(), None, "no difference found"),
+        (losses(0.005), 0.01, "equivalent"),
+        (lambda run: "diverged" if run.arm.startswith("no_q") else 2.0, None, "arm diverged"),
+        (lambda run: 2.0 if run.changes["seed"] < 2 else "failed", None, "too few pairs"),
+    ],
+)
+def test_short_verdict_has_no_conditions(cached_world, loss, margin, short):
+    assert only_gap(cached_world(*WORDS), loss, margin).short_verdict == short
 
 
 def test_listed_uniform_is_the_floor_too(cached_world):

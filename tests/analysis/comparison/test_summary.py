@@ -8,6 +8,7 @@ import unicodedata
 
 import pytest
 
+from qkablate.analysis.claims.verdict import Part
 from qkablate.analysis.comparison.summary import describe_study
 from qkablate.cli.results import print_tables
 from qkablate.report.text.table import Table, format_markdown
@@ -142,6 +143,17 @@ def test_margin_is_answered_in_every_condition(cached_world, name):
         assert_lines_up(table)
 
 
+def test_margin_is_tested_once_per_gap(cached_world, monkeypatch):
+    world = cached_world(THREE, "seed=range(3)", "model.d_model=16,32,48")
+    study, calls, p_below = world.finish(loss_of).study(), [], Part.p_below
+    monkeypatch.setattr(
+        Part, "p_below", lambda part, bound: (calls.append(part), p_below(part, bound))[1]
+    )
+    gaps = describe_study(study, margin=0.01).gaps
+    assert len(gaps) == 6
+    assert len(calls) == 2 * len(gaps)  # not worse, and equivalent
+
+
 def test_first_table_has_every_arm_and_loss(cached_world):
     world = cached_world(THREE, "seed=range(4)").finish(one_of_each)
     first = make_tables(describe_study(world.study()))[0]
@@ -160,13 +172,17 @@ def test_gap_table_shows_each_decision(cached_world):
 
     world = cached_world(THREE, "seed=range(4)").finish(far)
     _, gaps, ranks, *_ = make_tables(describe_study(world.study()))
-    assert [(row[0], row[8]) for row in gaps.rows] == [
-        ("no_q-d16-h2", "worse at this rate (not tuned)"),
-        ("shared_qk-d16-h2", "better at this rate (not tuned)"),
+    assert [(row[0], row[3]) for row in gaps.rows] == [
+        ("no_q-d16-h2", "worse"),
+        ("shared_qk-d16-h2", "better"),
+    ]
+    assert gaps.notes[:2] == [
+        "worse at this rate (not tuned): no_q-d16-h2",
+        "better at this rate (not tuned): shared_qk-d16-h2",
     ]
     assert [row[1] for row in ranks.rows] == ["1", "2", "3"]
     world.write(next(run for run in world.runs() if run.arm.startswith("no_q")), "diverged")
-    assert make_tables(describe_study(world.study()))[1].rows[0][8] == "arm diverged"
+    assert make_tables(describe_study(world.study()))[1].rows[0][3] == "arm diverged"
 
 
 @pytest.mark.parametrize(("gap", "says"), [(0.0, "equivalent"), (-0.03, "not worse")])
@@ -181,7 +197,7 @@ def test_margin_adds_equivalence_to_the_table(cached_world, gap, says):
         close
     )
     found = describe_study(world.study(), {}, 1.0)
-    assert make_tables(found)[1].rows[0][8] == f"{says} at this rate (not tuned)"
+    assert make_tables(found)[1].rows[0][3] == says
     margin = found.gaps[0].margin
     assert margin.p_noninferior < 0.05
     assert (margin.p_equivalent < 0.05) == (says == "equivalent")
@@ -191,9 +207,11 @@ def test_margin_adds_equivalence_to_the_table(cached_world, gap, says):
 
 def test_one_seed_is_a_number_in_the_table(cached_world):
     world = cached_world(THREE, "seed=7").finish(loss_of)
-    rows = make_tables(describe_study(world.study()))[1].rows
-    assert {(row[2], row[4], row[6], row[7], row[8]) for row in rows} == {
-        ("1", "–", "–", "–", "too few pairs (under 3)")
+    table = make_tables(describe_study(world.study()))[1]
+    rows = table.rows
+    assert sum("too few" in note for note in table.notes) == 1  # the audit's
+    assert {(row[2], row[3], row[4], row[5], row[8]) for row in rows} == {
+        ("–", "too few pairs", "–", "1", "–")
     }
 
 

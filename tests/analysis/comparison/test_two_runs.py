@@ -6,8 +6,9 @@ import math
 
 import pytest
 
-from qkablate.analysis.comparison.two_runs import GapReading, compare_runs
+from qkablate.analysis.comparison.two_runs import GapReading, compare_runs, propose_sweep
 from qkablate.errors import UserError
+from tests.cli.helpers import SIZES, run_in
 
 CONFIG = """
 variant: {name: standard, qk: separate}
@@ -25,7 +26,7 @@ RESULT = {
     "id": "one",
     "status": "done",
     "loss": {"train": 2.0, "val": 2.25, "test": 2.5},
-    "params": {"total": 1000},
+    "params": {"total": 1000, "embedding": 200},
     "flops_per_token": 5000,
     "tokens": 384,
     "seconds": 1.5,
@@ -69,13 +70,15 @@ def check_json(comparison):
 def test_two_arms_of_one_seed_are_a_pair(make):
     config = CONFIG.replace("name: standard, qk: separate", "name: no_q, qk: no_q")
     config = config.replace("id: one", "id: two").replace("threads: 1", "threads: 2")
-    result = {**other_losses(test=2.75, val=2.5), "params": {"total": 900}, "seconds": 3.0}
+    result = {**other_losses(test=2.75, val=2.5), "seconds": 3.0}
+    result["params"] = {"total": 900, "embedding": 150}
     comparison = check_json(compare_runs(make("no_q", config, result), make("standard")))
     assert comparison.runs == ("no_q", "standard")
     assert comparison.status == ("done", "done")
     assert comparison.gap == {"train": 0.0, "val": 0.25, "test": 0.25}
     assert comparison.perplexity_percent["test"] == pytest.approx(100 * (math.exp(0.25) - 1))
-    assert comparison.params == (900, 1000)
+    assert comparison.params == (750, 800)
+    assert comparison.total_params == (900, 1000)
     assert comparison.seconds == (3.0, 1.5)
     assert comparison.differ == {
         "variant.name": ("no_q", "standard"),
@@ -159,7 +162,7 @@ def test_run_without_a_result_has_no_gap(make, result):
     )
     assert comparison.status == ("no result", "done")
     assert comparison.gap == comparison.perplexity_percent == {}
-    assert comparison.params == (None, 1000)
+    assert comparison.params == (None, 800)
 
 
 @pytest.mark.parametrize("status", ["failed", "diverged"])
@@ -244,3 +247,33 @@ def test_two_trained_runs_side_by_side(train, tmp_path):
     assert len(comparison.val_gap) >= 2
     assert not [key for key in comparison.unlike if key not in ("data_fingerprint", "kernel")]
     assert comparison.paired == ("data_fingerprint" not in comparison.unlike)
+
+
+def train_beside(folder, *words):
+    """Train a run in the same outputs as others, on the same text; its folder."""
+    before = {*folder.glob("outputs/runs/*")}
+    run_in(folder, "train", *SIZES, "train.steps=2", "train.batch_size=2", *words)
+    (new,) = {*folder.glob("outputs/runs/*")} - before
+    return new
+
+
+@pytest.mark.parametrize("rate", ["between", "matched"])
+def test_proposed_sweep_names_the_rate_of_the_circuit(tmp_path, rate):
+    no_q, standard = (
+        train_beside(tmp_path, f"variant={name}", f"variant.lr={rate}")
+        for name in ("no_q", "standard")
+    )
+    words = propose_sweep(no_q, standard)
+    assert words[0] == "variant=no_q,standard"
+    assert {f"variant.lr={rate}", "train.steps=2", "model.d_model=16", "seed=range(6)"} <= {*words}
+    assert not any(word.startswith(("seed=0", "threads", "sweep.baseline")) for word in words)
+
+
+def test_proposed_sweep_has_the_second_run_as_its_baseline(tmp_path):
+    no_q, merged = (train_beside(tmp_path, f"variant={name}") for name in ("no_q", "merged_w"))
+    assert "sweep.baseline=merged_w" in propose_sweep(no_q, merged)
+    short = train_beside(tmp_path, "variant=no_q", "model.context=8")
+    words = propose_sweep(no_q, short)
+    assert {"variant=no_q", "model.context=16,8", "sweep.baseline={model.context: 8}"} <= {*words}
+    biased = train_beside(tmp_path, "variant=no_q", "model.context=8", "model.bias=true")
+    assert propose_sweep(biased, merged) is None  # three axes would be five arms more

@@ -227,7 +227,7 @@ def test_seeds_that_are_given_apart_make_a_pair(run):
     study = read_standalone_runs(folders)
     (family,) = find_families(study)
     assert len(family.gaps[0].pairs) == 2
-    assert {record.seed for record in study.records} == {"s0 seeds.init=1", "s0 seeds.init=2"}
+    assert {record.seed_label for record in study.records} == {"s0 seeds.init=1", "s0 seeds.init=2"}
 
 
 def test_without_standard_there_is_no_gap(run):
@@ -247,6 +247,19 @@ def test_similar_arms_are_named_by_their_differences(run):
     (decayed,) = [name for name in names if "weight_decay=0" in name]
     assert "steps=24" in decayed
     assert "steps=12" in dropped
+
+
+TASK = ("data.path=null", "data.cache=null", "data.tokenizer=null", "data.vocab_size=16")
+
+
+def test_data_that_their_name_tells_apart_are_named_by_it(run):
+    short = ("data=induction", *TASK, "data.segment=4")
+    folders = [run("data=recall", *TASK, "data.pairs=2"), run(*short)]
+    names = ["standard-d16-h2-data=recall", "standard-d16-h2-data=induction"]
+    assert [*by_name(read_standalone_runs(folders))] == names
+    folders += [run(*short[:-1], "data.segment=5")]
+    names = [*by_name(read_standalone_runs(folders))]
+    assert all("segment=" in name for name in names[1:])
 
 
 def test_different_runs_of_one_seed_are_all_listed(run, tmp_path):
@@ -299,7 +312,7 @@ def test_statuses_are_those_of_a_sweep(begin, run):
     running = begin("seed=9").run.folder
     with hold_lease(running):
         study = read_standalone_runs([*folders, running])
-    found = {record.seed: record for record in study.records}
+    found = {record.seed_label: record for record in study.records}
     assert [found[f"s{s}"].status for s in (0, 1, 2, 3, 4, 9)] == [
         *("done", "failed", "diverged", "interrupted", "damaged", "running")
     ]

@@ -9,7 +9,7 @@ import pytest
 
 from qkablate.analysis.comparison.gaps import find_families
 from qkablate.analysis.comparison.summary import describe_study
-from qkablate.analysis.study.loss_curves import TRAIN, VAL, read_loss_curves
+from qkablate.analysis.study.loss_curves import START, TRAIN, VAL, read_loss_curves
 from qkablate.analysis.study.study import read_facts, read_study
 from qkablate.errors import UserError
 from qkablate.runs.lease import hold_lease
@@ -406,19 +406,24 @@ def steps_of(course):
 
 def test_both_losses_are_read_each_at_its_own_steps(tmp_path):
     found = read_loss_curves(write_readings(tmp_path, 12, val_every=4))
-    assert {*found} == {VAL, TRAIN}
+    assert {*found} == {VAL, TRAIN, START}
     assert found[TRAIN] == pytest.approx({32 * s: 5 - s / 12 for s in range(1, 13)})
     assert found[VAL] == pytest.approx({32 * s: 4 - s / 12 for s in (4, 8, 12)})
 
 
 def test_row_may_hold_both_losses(tmp_path):
     write_lines(tmp_path, b'{"tokens": 32, "val/loss": 4.0, "train/loss": 5.0}')
-    assert read_loss_curves(tmp_path) == {VAL: {32: 4.0}, TRAIN: {32: 5.0}}
+    assert read_loss_curves(tmp_path) == {VAL: {32: 4.0}, TRAIN: {32: 5.0}, START: {}}
 
 
 def test_bad_value_of_one_metric_keeps_the_other(tmp_path):
     write_lines(tmp_path, b'{"tokens": 32, "val/loss": "nan", "train/loss": 5.0}')
-    assert read_loss_curves(tmp_path) == {VAL: {}, TRAIN: {32: 5.0}}
+    assert read_loss_curves(tmp_path) == {VAL: {}, TRAIN: {32: 5.0}, START: {}}
+
+
+def test_reading_before_training_is_no_part_of_the_curve(tmp_path):
+    write_lines(tmp_path, b'{"tokens": 0, "val/loss": 5.5}', b'{"tokens": 32, "val/loss": 4.0}')
+    assert read_loss_curves(tmp_path) == {VAL: {32: 4.0}, TRAIN: {}, START: {0: 5.5}}
 
 
 @pytest.mark.parametrize("count", [1, 2, 33, 64])

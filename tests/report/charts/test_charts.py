@@ -498,6 +498,31 @@ def test_loss_chart_of_a_task_has_a_line_at_chance(make_world, section_of, loss_
     assert "guessing" in chart.caption
 
 
+def test_loss_chart_has_a_line_at_step_0(make_world, section_of, loss_of):
+    world = make_world("variant=standard,no_q", "seed=0,1").finish(loss_of)
+    for run in world.runs():
+        start = {0: 4.0 + run.changes["seed"]}
+        world.curve(run, start | dict.fromkeys(range(1, 7), 2.0))
+    chart = charts_by_name(section_of(world))["losses"]
+    rule, text = chart.panels[0].spec["layer"][:2]
+    assert rule["data"]["values"] == [{"loss": 4.5}]
+    assert text["mark"]["text"] == "step 0, 4.500"
+    assert "before training" in chart.caption
+    assert all(row["tokens"] > 0 for row in thin(chart))
+
+
+def test_training_loss_has_no_line_at_step_0(make_world, section_of, loss_of):
+    world = make_world("variant=standard,no_q", "seed=0,1").finish(loss_of)
+    for run in world.runs():
+        world.curve(run, {0: 4.0, 1: 2.0})
+        path = world.run_folder(run) / "metrics.jsonl"
+        rows = [{"step": s, "tokens": 32 * s, "train/loss": 2.0} for s in range(1, 7)]
+        path.write_text(path.read_text() + "".join(json.dumps(row) + "\n" for row in rows))
+    chart = charts_by_name(section_of(world))["losses"]
+    assert chart.title == "Training loss"
+    assert "before training" not in chart.caption
+
+
 def test_logarithmic_axes_are_marked(section):
     for chart in make_charts(section):
         for found in within([panel.spec for panel in chart.panels]):
@@ -576,6 +601,13 @@ def test_cost_chart_shows_the_costs_of_the_arms(section):
         }
         for row in rows:
             assert row["loss"] == section.entries[row["arm"]].sample.mean
+
+
+def test_bars_of_losses_end_at_zero(make_world, section_of):
+    world = make_world("variant=standard,no_q", "model.d_model=16,32", "seed=range(3)")
+    section = section_of(world.finish(lambda run: 0.1 * run.changes["seed"]))
+    for panel in charts_by_name(section)["costs"].panels:
+        assert {row["low"] for row in panel.spec["data"]["values"]} == {0}
 
 
 def test_arms_of_equal_cost_stand_side_by_side(section):

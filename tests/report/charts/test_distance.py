@@ -131,6 +131,17 @@ def test_zero_distances_are_dropped_from_logarithmic_axes(apart, lift):
     assert chart_of(apart(lift)) is None
 
 
+def test_single_distance_to_another_seed_is_a_point(apart):
+    chart = chart_of(apart(lambda run, step: lifted(run, step) * (step == 12)))
+    (line,) = (
+        layer
+        for layer in chart.panels[0].spec["layer"]
+        if layer["mark"].get("strokeWidth") == 1.5 and "point" in layer["mark"]
+    )
+    assert len(line["data"]["values"]) == 1
+    assert line["mark"]["point"] is True
+
+
 def test_runs_without_recordings_have_no_chart(make_world, loss_of, section_of):
     section = section_of(make_world(*WORDS).finish(loss_of))
     assert chart_of(section) is None

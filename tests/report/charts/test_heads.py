@@ -3,6 +3,8 @@
 import json
 import math
 import random
+import re
+import statistics
 from xml.etree import ElementTree
 
 import numpy as np
@@ -17,6 +19,7 @@ from qkablate.report.rows import find_problems
 NAMES = ("heads", "spectra", "spectra-training", "head-maps")
 WORDS = ("variant=standard,no_q", "seed=range(3)")
 STEPS = (0, 6, 12)
+CONTEXT = 16
 
 
 def mechanism(run, step, layers=2, heads=3, values=4):
@@ -108,6 +111,36 @@ def test_head_curves_are_means_over_heads_with_intervals_over_seeds(section):
     assert all(row["n"] == 3 and row["low"] <= row["loss"] <= row["high"] for row in rows)
     moved = rows_of(panel_of(section, "heads", "distance of B"))
     assert [row["loss"] for row in moved if row["variant"] == "no_q"] == pytest.approx([0.51, 1.01])
+
+
+def test_bands_end_at_the_bounds_of_a_measure(measured):
+    """Attention has the entropy of uniform attention at most, and a stable rank is 1 or more."""
+    most = statistics.fmean(math.log(visible) for visible in range(2, CONTEXT + 1))
+
+    def near_the_bounds(run, step):
+        below = run.changes["seed"] / 10
+        both = mechanism(run, step)
+        both["attention"]["entropy"] = [[most - below]]
+        both["qk"]["stable_rank"] = [[1 + below]]
+        return both
+
+    section = measured(near_the_bounds)
+    assert section.study.entries[0].arm.config.model.context == CONTEXT
+    for row in rows_of(panel_of(section, "heads", "entropy")):
+        assert row["low"] < row["loss"] < row["high"] == pytest.approx(most, rel=1e-4)
+        assert row["estimate"].endswith(f", {most:.2f}]")
+    for row in rows_of(panel_of(section, "heads", "stable rank")):
+        assert 1 == row["low"] < row["loss"] < row["high"]
+
+
+def test_labels_of_a_narrow_logarithmic_axis_differ(measured):
+    def nearly_equal(run, step):
+        return {"attention": {"rounding": [[(1.1 + step / 40) * 1e-7]]}}
+
+    (chart,) = (c for c in make_charts(measured(nearly_equal)) if c.name == "rounding")
+    text = render_chart(chart, "a sweep", "svg").decode()
+    labels = re.findall(r">([\d.]+e.7)<", text)
+    assert len(labels) == len({*labels}) > 1
 
 
 def test_head_maps_show_all_layers_sorted_by_value(section):

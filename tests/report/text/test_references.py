@@ -81,8 +81,19 @@ def test_verdict_on_a_baseline_behind_the_ngrams_says_so(world, section_of, caps
     assert gap.verdict.endswith("before attention mattered") == is_behind
     print_tables(make_tables(section.summary))
     texts = [capsys.readouterr().out, render_markdown([section]), render_page([section], "page")]
-    for text in [*texts, " ".join(summarize(section))]:
+    sentence = summarize(section)[0]
+    for text in [*texts, sentence]:
         assert ("before attention mattered" in text) == is_behind
+    reason = "before attention mattered: standard does not beat the best n-gram."
+    assert sentence.endswith(reason) == is_behind
+
+
+@pytest.mark.parametrize("seeds", [1, 2])
+def test_baseline_behind_the_ngrams_is_named_without_a_verdict(world, section_of, seeds):
+    study = world("variant=standard,no_q", f"seed=range({seeds})").finish(
+        lambda run: {"text_references": REFERENCES | {"ngram": [3.1, 1.5]}}
+    )
+    assert summarize(section_of(study))[0].endswith("; standard does not beat the best n-gram.")
 
 
 def test_every_view_of_a_task_has_accuracy_and_chance(on_task, section_of, capsys):
@@ -100,7 +111,7 @@ def test_every_view_of_a_task_has_accuracy_and_chance(on_task, section_of, capsy
     assert cells["no_q"].text == "25.0 % (3.1 %)"
     assert cells["standard"].key == pytest.approx(0.975)
     for page in (render_markdown([section]), render_page([section], "page")):
-        assert "25.0 % (3.1 %)" in page
+        assert "25.0 % (3.1 %)" in page.replace("\u00a0", " ")
     assert all(row["chance"] == 0.03125 for row in result_rows(state_of(on_task)))
 
 

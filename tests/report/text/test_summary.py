@@ -190,6 +190,18 @@ def test_long_lists_of_variants_are_abbreviated(summary_lines):
     assert len(named) == 5 or "and 2 more" in first
 
 
+def test_loss_beside_the_floor_names_it(make_world, loss_of, section_of):
+    world = make_world(*THREE, "sweep.floor=true", "sweep.name=floor").finish(
+        lambda run: loss_of(run, {"no_q": 0.1, "uniform": -10.1})  # 10 is added to the floor
+    )
+    first, second = summarize(section_of(world))
+    assert "no_q (by 0.10 nats) did worse" in re.sub(r"0\.10\d*", "0.10", first)
+    assert "the baseline beats `uniform` too little to tell for shared_qk" in first
+    reason = "before attention mattered: standard does not clearly beat `uniform`."
+    assert first.endswith(reason)
+    assert "floor" not in second
+
+
 def test_audit_warnings_are_named(summary_lines):
     _, second = summary_lines(THREE)
     assert "the audit warns of other possible causes: learning rate" in second

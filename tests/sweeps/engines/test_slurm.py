@@ -321,7 +321,7 @@ def test_dry_run_shows_the_packing(qkablate, grid, monkeypatch):
 
 def test_missing_submitit_names_the_extra(monkeypatch):
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
-    with pytest.raises(UserError, match=r"needs submitit, .*: pip install 'qkablate\[slurm\]'"):
+    with pytest.raises(UserError, match=r"needs submitit, .*: pip install '\.\[slurm\]'"):
         factory.check_engine(EngineConfig("slurm"))
 
 

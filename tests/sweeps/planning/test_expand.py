@@ -99,7 +99,7 @@ def test_arm_with_impossible_baseline_is_left_out(expand):
 
 
 MISSPELT = [  # more, without models, in tests/compose/test_grid.py
-    (["variant=standard,no_qq"], r"variant: 'no_qq' is not one of .*\(nearest: no_q\)"),
+    (["variant=standard,no_qq"], r"variant: 'no_qq' \(nearest: no_q\) is not one of no_q, "),
     (["variant.qk=separate,mergd"], r"variant.qk: 'mergd' .*\(nearest: merged\)"),
     (["model.heads=2,3", "model.norm=pre,post"], r"model\.norm: 'post' is not one of pre, none"),
     (["seed=0,-1"], "seed: -1 is not"),

@@ -203,7 +203,7 @@ def test_online_without_a_key_is_rejected(monkeypatch):
 
 def test_an_unknown_mode_is_rejected(monkeypatch):
     monkeypatch.setenv("WANDB_MODE", "ofline")
-    with pytest.raises(UserError, match="WANDB_MODE: 'ofline' is not one of"):
+    with pytest.raises(UserError, match=r"WANDB_MODE: 'ofline' \(nearest: offline\) is not one of"):
         resolve_mode(TrackingConfig())
 
 

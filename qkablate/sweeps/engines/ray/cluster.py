@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from qkablate import __version__
+from qkablate.runs.run import count_cores
 
 _NODE_SECONDS = 60.0  # for every node to answer
 _OBJECT_STORE = 80 * 2**20  # bytes; runs send each other nothing
@@ -42,10 +43,9 @@ def connect(request: ClusterRequest) -> None:
     if request.address is None:
         # Private: it listens on loopback only, and requires a random token.
         os.environ |= {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": secrets.token_hex(32)}
-        cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else 0
         settings = {
             "address": "local",
-            "num_cpus": cores or os.cpu_count() or 1,
+            "num_cpus": count_cores(),
             "num_gpus": None if request.gpus else 0,
             "include_dashboard": False,
             "object_store_memory": _OBJECT_STORE,
