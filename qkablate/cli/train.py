@@ -1,5 +1,6 @@
 """`qkablate train`: train one run, or several with -m; a Hydra application."""
 
+import itertools
 import math
 from contextlib import suppress
 from pathlib import Path
@@ -95,7 +96,7 @@ def _main(argv: list[str], ranks: Ranks) -> int:
 def _find_config_flags(argv: list[str]) -> list[str]:
     """Return the flags, with their values, that make Hydra read another configuration."""
     flags = []
-    for word, following in zip(argv, [*argv[1:], ""], strict=True):
+    for word, following in itertools.zip_longest(argv, argv[1:], fillvalue=""):
         if word.partition("=")[0] in _OTHER_CONFIGS:
             flags += [word] if "=" in word else [word, following]
     return flags
@@ -166,6 +167,8 @@ def _print_result(result: dict[str, Any], trained: bool, folder: Path) -> None:
             return "   ".join(f"{name} {values[name]:{form}}" for name in splits if name in values)
 
         print(f"  loss      {join(loss)}   nats per token")
+        if read := result.get("eval_tokens"):
+            print(f"            val and train of {read:,} tokens, test of its whole split")
         if bits["val"] is not None:
             print(f"  bits      {join(bits)}   per byte")
         if accuracy["val"] is not None:

@@ -44,6 +44,7 @@ from qkablate.errors import ImpossibleConfig, UserError, not_one_of, reject_secr
 
 __all__ = [
     "DATA_KEYS",
+    "EVAL_COST",
     "KEYS",
     "TEXT_SOURCES",
     "Config",
@@ -190,7 +191,7 @@ def _check_init_from(init_from: InitFromConfig) -> None:
 
 _LEAST_EVAL_EVERY = 250  # steps
 _LEAST_EVAL_TOKENS = 4096
-_EVAL_COST = 0.28  # of a token in evaluation, as a part of its cost in training
+EVAL_COST = 0.28  # of a token in evaluation, as a part of its cost in training
 
 
 def _choose_eval_tokens(config: Config, steps: int, parts: int) -> int:
@@ -201,7 +202,7 @@ def _choose_eval_tokens(config: Config, steps: int, parts: int) -> int:
     """
     train = config.train
     tokens = steps * train.batch_size * train.grad_accum * config.model.context
-    affordable = int(tokens / 20 / _EVAL_COST / (parts + 2)) // 1024 * 1024
+    affordable = int(tokens / 20 / EVAL_COST / (parts + 2)) // 1024 * 1024
     return min(config.data.val_tokens, max(_LEAST_EVAL_TOKENS, affordable))
 
 

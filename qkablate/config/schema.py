@@ -144,8 +144,8 @@ class TrainConfig:
     )
     eval_tokens: int | str = training_key(
         "auto",
-        "tokens that an evaluation reads of the validation split (of the test split: all); auto:"
-        " all, or so few that it takes a twentieth of the training:",
+        "tokens that an evaluation reads of the validation split; auto: all, or fewer (4096 at"
+        " least), so that all evaluations take a twentieth of the training; all",
         bounds=(1, BIG),
         choices=("auto", "all"),
     )

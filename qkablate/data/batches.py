@@ -81,7 +81,8 @@ def sequential_batches(
     import torch
 
     windows = -(-(len(tokens) - 1) // context)
-    count = windows if limit is None else max(1, limit // context)
+    is_whole = limit is None or limit >= len(tokens) - 1
+    count = windows if is_whole or limit is None else max(1, limit // context)
     starts = evenly_spaced(count, windows) * context
     for first in range(0, len(starts), batch_size):
         starts_N = starts[first : first + batch_size]

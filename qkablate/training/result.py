@@ -54,6 +54,7 @@ def format_header(plan: RunPlan, processes: int = 1) -> list[str]:
 def make_base_result(plan: RunPlan, packed: int, processes: int = 1) -> dict[str, Any]:
     """Return the content of result.json before training."""
     config, model, attention = plan.config, plan.config.model, plan.attention
+    read = int(config.train.eval_tokens)
     return {
         "id": plan.run.id,
         "label": plan.run.label,
@@ -65,6 +66,8 @@ def make_base_result(plan: RunPlan, packed: int, processes: int = 1) -> dict[str
         "context": model.context,
         "loss": {"train": None, "val": None, "test": None},
         **{name: {"val": None, "test": None} for name in OTHER_METRICS},
+        # Tokens that the losses of val and train were read of; null: of the whole split.
+        "eval_tokens": None if read >= plan.data.tokens["val"] else read,
         "chance": plan.data.chance,
         text_references.KEY: None,
         "measures": {},

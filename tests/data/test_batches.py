@@ -70,7 +70,7 @@ def test_a_limited_reading_spreads_whole_windows_over_the_split():
     assert (targets_NA[3] == IGNORE).all()  # pads the last batch
 
 
-@pytest.mark.parametrize("limit", [None, 10_000])
+@pytest.mark.parametrize("limit", [None, 96, 97, 10_000])
 def test_a_reading_without_a_limit_predicts_every_token_once(limit):
     batches = sequential_batches(np.arange(97), batch_size=3, context=10, limit=limit)
     targets = torch.cat([batch.targets_NA.flatten() for batch in batches])

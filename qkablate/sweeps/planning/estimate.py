@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 
-from qkablate.config import TEXT_SOURCES, Config
+from qkablate.config import EVAL_COST, TEXT_SOURCES, Config
 from qkablate.data.text_references import peak_bytes
 from qkablate.errors import UserError
 from qkablate.runs.records import read_json, write_json
@@ -142,11 +142,11 @@ def _interpolate(arm: Arm, small: Timing, large: Timing) -> RunEstimate:
         )
     else:
         step, memory = small.step * flops / small.flops, small.bytes
-    # A forward pass costs a third of a training step. The test split is read once, and whole.
+    # The test split is read once, and whole.
     train = arm.config.train
     evaluated = (steps // int(train.eval_every) + 2) * int(train.eval_tokens)
     evaluated += arm.test_tokens * train.evaluate_test
-    evaluation = evaluated / (arm.tokens / steps) * step / 3
+    evaluation = EVAL_COST * evaluated / (arm.tokens / steps) * step
     return RunEstimate(
         seconds=large.start + steps * step + evaluation,
         bytes=max(memory, BYTES_PER_PARAMETER * arm.total_params) + _reference_bytes(arm),

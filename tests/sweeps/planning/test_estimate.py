@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 
-from qkablate.config import Config, DataConfig, ModelConfig, TrainConfig
+from qkablate.config import EVAL_COST, Config, DataConfig, ModelConfig, TrainConfig
 from qkablate.data.text_references import peak_bytes
 from qkablate.sweeps.planning import estimate as module
 from qkablate.sweeps.planning.estimate import RunEstimate, Timing, estimate_arms, estimate_sweep
@@ -73,7 +73,7 @@ def timed(monkeypatch):
 
 def steps_of(estimate: RunEstimate, start: float = 2.0) -> float:
     """Return the seconds per step of an estimate, without start and evaluations."""
-    return (estimate.seconds - start) / (STEPS + READINGS * VAL / TOKENS / 3)
+    return (estimate.seconds - start) / (STEPS + READINGS * VAL / TOKENS * EVAL_COST)
 
 
 def affine(flops: float) -> float:

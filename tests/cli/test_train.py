@@ -1,0 +1,26 @@
+"""`qkablate train`: what stands around the run."""
+
+import pytest
+
+from qkablate.cli.train import _find_config_flags
+
+
+@pytest.mark.parametrize(
+    ("words", "flags"),
+    [
+        ([], []),
+        (["variant=merged_w"], []),
+        (["--config-dir", "own", "seed=1"], ["--config-dir", "own"]),
+        (["--config-dir=own"], ["--config-dir=own"]),
+    ],
+)
+def test_flags_of_other_configurations_are_kept_for_the_next_commands(words, flags):
+    assert _find_config_flags(words) == flags
+
+
+def test_a_short_run_says_of_how_many_tokens_its_losses_are(qkablate, tiny):
+    words = [*tiny, "train.eval_tokens=64"]
+    assert "val and train of 64 tokens" in qkablate("train", *words).out
+    whole = qkablate("train", *tiny, "train.eval_tokens=all", "seed=1").out
+    assert "loss" in whole
+    assert "val and train of" not in whole
