@@ -1,4 +1,4 @@
-"""Cost formulas of models with an encoder: FLOPs against torch's counter, caches against tensors."""
+"""Cost of models with an encoder: FLOPs against torch's counter, caches against tensors."""
 
 import dataclasses
 
