@@ -35,7 +35,6 @@ from qkablate.errors import UserError, nearest_hint
 from qkablate.models.catalogue import make_attention, resolve_circuits
 from qkablate.models.cost import (
     forward_flops_per_token,
-    mean_causal_keys,
     training_flops_per_token,
 )
 from qkablate.table import print_table
@@ -233,7 +232,7 @@ def evaluation(folder: Path, args: argparse.Namespace) -> None:
                 evaluation.append((time.perf_counter() - between) / tokens)
             ratio = statistics.median(evaluation) / statistics.median(training)
             batch_tokens = shape.batch_size * shape.context
-            forward = forward_flops_per_token(model, mean_causal_keys(shape.context), batch_tokens)
+            forward = forward_flops_per_token(model, batch_tokens)
             flops_ratio = forward / training_flops_per_token(model, batch_tokens)
             rows.append([label, name, f"{ratio:.2f}", f"{flops_ratio:.2f}"])
     print_table(["shape", "variant", "time of training", "FLOPs of training"], rows)

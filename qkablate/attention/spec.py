@@ -100,8 +100,20 @@ class Circuit(nn.Module):
         return 2 / self.factors
 
     def flops_per_token(self) -> int:
-        """Return the forward FLOPs of the projections per token (2 per multiply-add)."""
+        """Return the forward FLOPs of the projections of one stream per token, 2 per multiply-add.
+
+        In cross-attention they divide into those per query and those per key.
+        """
         return sum(2 * p.numel() for p in self.parameters() if p.dim() == 2)
+
+    def flops_per_key(self) -> int:
+        """Return those of a token that is only a key: of the matrices named w_k, a_k, w_v, a_v."""
+        matrices = ((name, p) for name, p in self.named_parameters() if p.dim() == 2)
+        return sum(2 * p.numel() for name, p in matrices if name.endswith(("_k", "_v")))
+
+    def flops_per_query(self) -> int:
+        """Return those of a token that is only a query."""
+        return self.flops_per_token() - self.flops_per_key()
 
     def flops_per_pass(self) -> int:
         """Return the forward FLOPs of a pass that do not depend on its number of tokens."""

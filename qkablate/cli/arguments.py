@@ -249,7 +249,11 @@ def propose_sample(config: "Config", words: list[str]) -> list[str]:
 
     if config.data.source in TEXT_SOURCES:
         return ["sample", *words]
-    return ["data", "info", f"data={config.data.source}"]
+    if config.model.form == "decoder":
+        return ["data", "info", f"data={config.data.source}"]
+    from qkablate.data import task_words
+
+    return ["data", "info", *task_words(config.data, config.model)]
 
 
 def find_sweep_and_out(words: Iterable[str]) -> tuple[Path, str]:

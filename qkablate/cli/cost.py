@@ -18,6 +18,8 @@ from qkablate.table import (
     print_text,
 )
 
+Cost = list[dict[str, Any]]  # the rows of a model, one per site
+
 SIZES = config_names("model")
 _VOCABULARIES = {"gpt-j": 50400, "gpt2": 50257, "300m": 50304}  # of models that do not read bytes
 _DEFAULT_VOCABULARY = 256  # of data.tokenizer=bytes
@@ -52,6 +54,9 @@ Columns
   score matrix   memory of one sequence's scores in one layer, for a kernel that
                  stores them all
   KV/token       cache of a decoder per token, all layers
+A model with an encoder and a decoder has a row per site: encoder, decoder and cross-attention. Its
+FLOPs are per token of the target, for a source of model.source tokens; the KV/token of
+cross-attention is per token of the source, and layers that cache the source itself share one copy.
 Bytes are those of 16-bit numbers; with precision=fp32, of 32-bit numbers.
 
 Flags
@@ -86,10 +91,11 @@ def main(argv: list[str]) -> int:
         if any(word.lstrip("+").startswith("model=") for word in words):
             raise UserError("--at and model=…: give one of the two")
         words = [f"model={args.at}", *words]
-    rows, jobs = _make_rows(compose_jobs(words, of_all_variants=True), vocabulary)
+    jobs, costs = _describe(compose_jobs(words, of_all_variants=True), vocabulary)
     configs = [job.config for job in jobs]
     if args.measure:
-        _measure(configs, rows, vocabulary)
+        _measure(configs, costs, vocabulary)
+    rows = [row for cost in costs for row in cost]
     if args.json:
         print_json(rows)
     elif args.csv:
@@ -97,18 +103,18 @@ def main(argv: list[str]) -> int:
     else:
         from qkablate.models.cost import MAX_DECOMPOSITION, decomposition_steps
 
-        _print(rows, configs, vocabulary)
+        _print(costs, configs, vocabulary)
         job = choose_next(jobs)
         can_verify = decomposition_steps(job.config.model) <= MAX_DECOMPOSITION
-        is_small = _fits_memory(job.config, rows[jobs.index(job)]["params"])
+        is_small = _fits_memory(job.config, costs[jobs.index(job)][0]["params"])
         # What is too large for this machine can be trained at the default size.
         words = [word for word in job.words if is_small or not word.startswith("model")]
         print_next_commands(*[["verify", *job.words]] * can_verify, ["train", *words])
     return 0
 
 
-def _make_rows(planned: list[Job], vocabulary: int) -> tuple[list[dict[str, Any]], list[Job]]:
-    """Return a row for every job whose variant supports its size, and those jobs."""
+def _describe(planned: list[Job], vocabulary: int) -> tuple[list[Job], list[Cost]]:
+    """Return every job whose variant supports its size, and its cost."""
     from qkablate.models.cost import describe_cost, varied_values
     from qkablate.training import hardware
     from qkablate.training.resolve import build_empty_model
@@ -117,22 +123,23 @@ def _make_rows(planned: list[Job], vocabulary: int) -> tuple[list[dict[str, Any]
         planned, lambda config: build_empty_model(hardware.resolve(config), vocabulary)
     )
     jobs = [job for job, _ in models]
-    rows = [describe_cost(job.config, model, vocabulary) for job, model in models]
-    first = rows[0]["training_flops_per_token"]
-    for row, values in zip(rows, varied_values([job.config for job in jobs]), strict=True):
-        row["training_flops_ratio"] = row["training_flops_per_token"] / first
-        row |= {key: value for key, value in values.items() if key.rpartition(".")[2] not in row}
-    return rows, jobs
+    costs = [describe_cost(job.config, model, vocabulary) for job, model in models]
+    first = costs[0][0]["training_flops_per_token"]
+    for cost, values in zip(costs, varied_values([job.config for job in jobs]), strict=True):
+        for row in cost:
+            row["training_flops_ratio"] = row["training_flops_per_token"] / first
+            row |= {k: value for k, value in values.items() if k.rpartition(".")[2] not in row}
+    return jobs, costs
 
 
-def _measure(configs: list[Config], rows: list[dict[str, Any]], vocabulary: int) -> None:
+def _measure(configs: list[Config], costs: list[Cost], vocabulary: int) -> None:
     from tqdm import tqdm
 
     from qkablate.training import hardware
     from qkablate.training.measure import check_memory, measure_step_times
 
     device = hardware.resolve(configs[0])
-    check_memory([row["params"] for row in rows], device.device)
+    check_memory([cost[0]["params"] for cost in costs], device.device)
     print(
         f"timing steps of {device.train.batch_size} × {device.model.context} tokens on"
         f" {device.device}, {device.precision}, {device.threads} threads",
@@ -142,10 +149,11 @@ def _measure(configs: list[Config], rows: list[dict[str, Any]], vocabulary: int)
         measured = measure_step_times(
             configs, vocabulary, lambda part: bar.update(int(100 * part) - bar.n)
         )
-    for row, times in zip(rows, measured, strict=True):
-        row["step_ms"] = 1000 * times.median
-        row["step_ratio"] = times.median / measured[0].median
-        row["step_rounds"] = times.rounds
+    for cost, times in zip(costs, measured, strict=True):
+        for row in cost:
+            row["step_ms"] = 1000 * times.median
+            row["step_ratio"] = times.median / measured[0].median
+            row["step_rounds"] = times.rounds
 
 
 def _fits_memory(config: Config, params: int) -> bool:
@@ -162,35 +170,44 @@ def _fits_memory(config: Config, params: int) -> bool:
     return required <= free
 
 
-def _print(rows: list[dict[str, Any]], configs: list[Config], vocabulary: int) -> None:
+def _print(costs: list[Cost], configs: list[Config], vocabulary: int) -> None:
     from qkablate.models.cost import varied_values
 
-    head = ["variant", "params", "attention", "project", "scores", "values", "training", "of first"]
-    head += ["score matrix", "KV/token"]
-    timed = "step_ms" in rows[0]
+    head = ["variant", "site", "params", "attention", "project", "scores", "values", "training"]
+    head += ["of first", "score matrix", "KV/token"]
+    timed, has_sites = "step_ms" in costs[0][0], any(len(cost) > 1 for cost in costs)
+    head += ["ms/step", "of first"] if timed else []
     table = []
     varied = varied_values(configs)
-    for r, values in zip(rows, varied, strict=True):
-        cells = [" ".join([r["variant"], *(_short_key(*pair) for pair in values.items())])]
-        cells += [f"{r['params']:,}", *(format_short(r[key]) for key in _FIGURES)]
-        cells += [f"× {r['training_flops_ratio']:.2f}", format_bytes(r["score_matrix_bytes"])]
-        cells += [format_bytes(r["kv_bytes_per_token"])]
-        if timed:
-            cells += [f"{r['step_ms']:.1f}", f"× {r['step_ratio']:.2f}"]
-        table.append(cells)
-    print_table(head + (["ms/step", "of first"] if timed else []), table)
+    for cost, values in zip(costs, varied, strict=True):
+        label = " ".join([cost[0]["variant"], *(_short_key(*pair) for pair in values.items())])
+        for r in cost:
+            cells = [label, r["site"], f"{r['params']:,}"]
+            cells += [format_short(r[key]) for key in _FIGURES]
+            cells += [f"× {r['training_flops_ratio']:.2f}", format_bytes(r["score_matrix_bytes"])]
+            cells += [format_bytes(r["kv_bytes_per_token"])]
+            if timed:
+                cells += [f"{r['step_ms']:.1f}", f"× {r['step_ratio']:.2f}"]
+            if r is not cost[0]:  # what is of the whole model stands in the first row
+                cells = ["" if key in _OF_MODEL else c for c, key in zip(cells, head, strict=True)]
+            table.append(cells if has_sites else [cells[0], *cells[2:]])
+    if not has_sites:
+        head.remove("site")
+    print_table(head, table, *((2, (), 2) if has_sites else ()))
     model, differing = configs[0].model, varied[0]
     shared = {
         "model.layers": format_count(model.layers, "layer"),
         "model.d_model": f"d {model.d_model:,}",
         "model.heads": format_count(model.heads, "head"),
+        "model.source": f"source {model.source or model.context:,}" if has_sites else "",
         "model.context": f"context {model.context:,}",
         "precision": f"{32 if configs[0].precision == 'fp32' else 16}-bit numbers",
     }
-    texts = [text for key, text in shared.items() if key not in differing]
+    texts = [text for key, text in shared.items() if text and key not in differing]
     print()
     print_text(f"{', '.join([*texts, f'vocabulary {vocabulary:,}'])}")
-    print("FLOPs are per token; columns: qkablate cost --help")
+    target = " of the target" if has_sites else ""
+    print(f"FLOPs are per token{target}; columns: qkablate cost --help")
 
 
 def _short_key(key: str, value: Any) -> str:
@@ -198,6 +215,7 @@ def _short_key(key: str, value: Any) -> str:
     return f"{letter}{value}" if letter else f"{key.rpartition('.')[2]}={value}"
 
 
+_OF_MODEL = ("variant", "params", "training", "of first", "ms/step")
 _FIGURES = (
     "attention_params_per_layer",
     "projection_flops_per_token",

@@ -31,11 +31,11 @@ Usage: qkablate data list [--json]
   list     all texts and tasks, and what is prepared on this machine
   prepare  convert text to tokens on disk, once; train does so itself if needed
   info     source, splits, counts, tokenizer, fingerprint
-  show     windows as the model receives them: text, or the sequences of a task
-           with their answers
+  show     windows as the model receives them: text, the sequences of a task with
+           their answers, or source and target of its pairs for a model with an
+           encoder
 
-Keys are those of `qkablate train`: data=NAME and all of data.*, model.context,
-seed.
+Keys are those of `qkablate train`: data=NAME and all of data.*, model.*, seed.
 
 Flags
 {flags}
@@ -220,6 +220,7 @@ def _describe(data: "Data") -> dict[str, Any]:
             "harder": data.difficulty,
             "vocabulary": data.vocabulary,
             "length": data.length,
+            **({"source": data.source} if data.form == "encoder_decoder" else {}),
             "tokens": {split: data.tokens[split] for split in HELD_OUT_SPLITS},
             "fingerprint": data.fingerprint,
         }
@@ -271,7 +272,7 @@ def _show(words: list[str], args: Namespace) -> None:
         print(f"\n{split} {number + 1}")
         if tokenizer is None:
             assert isinstance(data, Task)
-            print("  " + _sequence(data, batch, row))
+            print("\n".join(f"  {line}" for line in _lines(data, batch, row)))
             has_answers = batch.positions_NA is not None
         else:
             length = int((batch.targets_NA[row] != IGNORE).sum())
@@ -282,6 +283,17 @@ def _show(words: list[str], args: Namespace) -> None:
     if has_answers:
         print("\na→b: the answer after a is b")
     _print_next("info", planned[0])
+
+
+def _lines(task: "Task", batch: "Batch", number: int) -> list[str]:
+    """Return a sequence with its answers, or the source and the target of a pair."""
+    if task.form == "decoder":
+        return [_sequence(task, batch, number)]
+    texts = (
+        " ".join(map(task.format_token, tokens_NT[number].tolist()))
+        for tokens_NT in (batch.inputs[0], batch.targets_NA)
+    )
+    return [f"source  {next(texts)}", f"target  {next(texts)}"]
 
 
 def _sequence(task: "Task", batch: "Batch", number: int) -> str:

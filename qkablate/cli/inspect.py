@@ -115,7 +115,9 @@ def main(argv: list[str]) -> int:
     from qkablate.training.recorders.diagnostics import choose_inputs, initial_layers
 
     model, config = restored.model, restored.config
-    _check_index("--layer", args.layer, config.model.layers)
+    all_layers, form = model.attention_layers(), config.model.form
+    places = None if form == "decoder" else [layer.place for layer in all_layers]
+    _check_index("--layer", args.layer, len(all_layers))
     _check_index("--head", args.head, config.model.heads)
     text = None if args.text is None else _attend(restored, args.text)
     inputs, source = choose_inputs(restored, args.keys.get("data.cache", "auto"))
@@ -137,29 +139,30 @@ def main(argv: list[str]) -> int:
                 "equation": attention.equation,
                 "no_circuit": attention.no_circuit_reason or None,
                 "tokens": {"of": source, "sequences": rows, "length": length},
+                **({} if places is None else {"layers": places}),
                 **row,
                 **({} if text is None else {"text": text}),
             }
         )
         return 0
     print(f"{sanitize(name)}, step {restored.step}: {attention.equation}")
-    layers = range(config.model.layers) if args.layer is None else (args.layer,)
+    layers = range(len(all_layers)) if args.layer is None else (args.layer,)
     heads = range(config.model.heads) if args.head is None else (args.head,)
     shown = list(itertools.product(layers, heads))
     is_selection = args.layer is not None or args.head is not None
     for part, title in _PARTS.items():
-        if row[part]["frobenius"][0] is None:
+        if all(heads is None for heads in row[part]["frobenius"]):
             reason = getattr(attention, part).no_circuit_reason or "its values are not finite"
             print(f"\n{title}: no matrix: {reason}")
             continue
         remark = attention.no_circuit_reason if part == "qk" else ""
         print(f"\n{title} ({remark})" if remark else f"\n{title}")
-        print_measures(row[part], shown)
+        print_measures(row[part], shown, places)
         if is_selection:
             print_spectra(row[part]["singular"], shown)
     tokens = f"{format_count(rows, 'sequence')} of {format_count(length, 'token')}"
     print(f"\nAttention, on {tokens} of {sanitize(source)}")
-    print_measures(row["attention"], shown)
+    print_measures(row["attention"], shown, places)
     if text is not None and is_selection:
         print_attention(text, *shown[0])
     if image:
@@ -212,6 +215,11 @@ def _attend(restored: "RestoredRun", text: str) -> dict[str, Any]:
     from qkablate.diagnostics import attention_weights
     from qkablate.diagnostics.panel import LENGTH, round_digits
 
+    if restored.config.model.form != "decoder":
+        raise UserError(
+            "--text: shows what the tokens of a text attend to in a decoder, and the run has"
+            f" model.form={restored.config.model.form}; leave out --text"
+        )
     tokenizer = restored.tokenizer()
     if unknown := tokenizer.unknown(text):
         raise UserError(

@@ -180,7 +180,7 @@ def _describe(decompositions: list["Decomposition"], overrides: list[str]) -> di
                 **description,
                 "layers": [
                     {"layer": layer, **dataclasses.asdict(loss), "heads": list(loss.heads)}
-                    for layer, loss in enumerate(decomposition.projection_losses())
+                    for layer, loss in decomposition.projection_losses()
                 ],
                 **vars(gaps[-1]),
             }

@@ -94,6 +94,8 @@ def parse_args(words: list[str]) -> Namespace:
 
 def _sample(args: Namespace) -> int:
     restored = restore_run(args.run, args.values)
+    if restored.config.model.form == "encoder":
+        raise UserError(f"'{args.run}' is a run of an encoder, which generates no text")
     from qkablate.models.generate import decode_text, generate
 
     tokenizer = restored.tokenizer()

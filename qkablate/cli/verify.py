@@ -2,11 +2,13 @@
 
 import copy
 import dataclasses
+import itertools
 from typing import TYPE_CHECKING
 
 from qkablate.cli.arguments import CIRCUIT_KEYS, Parser, propose_sample, restore_run, split_runs
 from qkablate.compose.configs import Job, build_jobs, choose_next, compose_jobs
 from qkablate.config import Config
+from qkablate.config.variant import variant_sites
 from qkablate.errors import UserError, print_stderr
 from qkablate.table import (
     format_count,
@@ -17,6 +19,7 @@ from qkablate.table import (
 )
 
 if TYPE_CHECKING:
+    from qkablate.attention import Attention
     from qkablate.verify import CheckResult
 
 HELP = """qkablate verify: check the identities that define a variant, in fp64.
@@ -31,7 +34,8 @@ every layer, on the layer's inputs when the model reads random tokens.
 Each check is an identity: two ways to compute the same numbers. `residual` is
 the largest difference, relative to the largest number; `fp32` is the same in
 single precision, with the tolerance that its rounding allows. fp64 decides. The
-exit code is 1 if an identity is violated.
+exit code is 1 if an identity is violated. A model with an encoder is checked by
+site, its cross-attention on two streams of different lengths.
 
 Examples
   qkablate verify
@@ -74,21 +78,30 @@ def _verify_fresh(words: list[str]) -> tuple[list["CheckResult"], list[str]]:
     import torch
     from tqdm import tqdm
 
-    from qkablate.models.catalogue import make_attention
-    from qkablate.verify import random_stream, randomize_layer, verify
+    from qkablate.verify import random_streams, randomize_layer, verify
 
     with torch.device("meta"):
-        kept = build_jobs(
-            planned, lambda c: make_attention(c.model, c.variant, kernel=c.attention.kernel)
-        )
+        kept = build_jobs(planned, _make_layers)
     outcomes: list[CheckResult] = []
-    for job, empty in tqdm(kept, leave=False, disable=None):
-        model, seed = job.config.model, job.config.seed
-        # One layer at a time is held in memory.
-        layer = randomize_layer(copy.deepcopy(empty).to_empty(device="cpu").double().eval(), seed)
-        x_BTD = random_stream(model.d_model, min(LENGTH, model.context), seed)
-        outcomes += verify(job.config.variant.name, [layer], [x_BTD], fresh=True)
+    for job, layers in tqdm(kept, leave=False, disable=None):
+        variant, model, seed = job.config.variant.name, job.config.model, job.config.seed
+        for site, empty in layers.items():
+            # One layer at a time is held in memory.
+            layer = copy.deepcopy(empty).to_empty(device="cpu").double().eval()
+            streams = random_streams(model, site, LENGTH, seed)
+            outcomes += verify(
+                variant, [randomize_layer(layer, seed)], [streams], fresh=True, site=site
+            )
     return outcomes, ["train", *choose_next([job for job, _ in kept]).words]
+
+
+def _make_layers(config: Config) -> dict[str, "Attention"]:
+    """Return a layer of each site that carries the variant."""
+    from qkablate.models.catalogue import make_attention
+
+    model, variant, kernel = config.model, config.variant, config.attention.kernel
+    sites = variant_sites(variant, model)
+    return {site: make_attention(model, variant, site, kernel=kernel) for site in sites}
 
 
 def _check_sizes(planned: list[Job]) -> None:
@@ -106,8 +119,9 @@ def _check_sizes(planned: list[Job]) -> None:
 
 
 def _check_size(config: Config) -> None:
-    for key in ("context", "d_model"):
-        if getattr(config.model, key) < 2:
+    for key in ("context", "d_model", "source"):
+        value = getattr(config.model, key)
+        if value is not None and value < 2:
             raise UserError(f"model.{key}: the checks need 2 or more")
 
 
@@ -126,28 +140,32 @@ def _verify_run(word: str, words: list[str]) -> tuple[list["CheckResult"], list[
 
     config = restored.config
     _check_size(config)
-    length = min(LENGTH, config.model.context)
-    layers, streams = record_inputs(restored.model.double(), length, config.seed)
-    count = format_count(len(streams), "layer")
+    recorded = record_inputs(restored.model.double(), LENGTH, config.seed)
+    count = format_count(sum(len(layers) for layers, _ in recorded.values()), "layer")
     print_stderr(f"{restored.folder.resolve().name}, step {restored.step}, {count}")
-    outcomes = verify(config.variant.name, layers, streams, fresh=False)
+    outcomes = itertools.chain.from_iterable(
+        verify(config.variant.name, *layers, fresh=False, site=site)
+        for site, layers in recorded.items()
+    )
     bar = tqdm(outcomes, unit=" checks", leave=False, disable=None)
     return list(bar), propose_sample(config, [word, *words])
 
 
 def _print(outcomes: list["CheckResult"]) -> None:
-    rows = []
+    rows, has_sites = [], any(line.site != "decoder" for line in outcomes)
     for line in outcomes:
         single = f"{line.residual_fp32:.1e} of {line.tolerance_fp32:.0e}"
         double = f"{line.residual:.1e} of {line.tolerance:.0e}"
         residuals = [double, single] if line.tolerance else [f"{line.residual:g} of 0", ""]
         verdict = "holds" if line.holds else "VIOLATED"
-        rows.append([line.variant, line.check, verdict, *residuals, line.says])
-    columns = ["variant", "check", "verdict", "residual", "fp32", "identity"]
-    print_table(columns, rows, left=6, wrap=("identity",), keys=2)
+        site = [line.site] * has_sites
+        rows.append([line.variant, *site, line.check, verdict, *residuals, line.says])
+    columns = ["variant", *["site"] * has_sites, "check", "verdict", "residual", "fp32", "identity"]
+    print_table(columns, rows, left=6 + has_sites, wrap=("identity",), keys=2 + has_sites)
     bad = [line for line in outcomes if not line.holds]
     names = {line.variant for line in outcomes}
     checked = f"{format_count(len(outcomes), 'check')} of {format_count(len(names), 'variant')}"
     print(f"\n{checked}: {len(bad)} violated")
     for line in bad:
-        print_text(f"  {line.variant}: {line.check}: {line.says}")
+        at = f" ({line.site})" if has_sites else ""
+        print_text(f"  {line.variant}{at}: {line.check}: {line.says}")

@@ -3,7 +3,7 @@
 import itertools
 from collections.abc import Iterator
 
-from qkablate.config import DataConfig, ModelConfig
+from qkablate.config import DATA_KEYS, DataConfig, ModelConfig
 from qkablate.data.batches import IGNORE, Batch, RandomWindows
 from qkablate.data.corpus import Corpus, open_corpus
 from qkablate.data.eval_metrics import EvalMetrics
@@ -23,6 +23,7 @@ __all__ = [
     "iterate_windows",
     "open_data",
     "open_task",
+    "task_words",
 ]
 
 
@@ -55,6 +56,14 @@ def open_task(config: DataConfig, model: ModelConfig) -> Task:
         )
     source = model.context if model.source is None else model.source
     return kind(config, model.context, form=model.form, source=source)
+
+
+def task_words(config: DataConfig, model: ModelConfig) -> list[str]:
+    """Return the words that make a task in `qkablate data`, as a model of this form reads it."""
+    keys = [f"data.{key}={getattr(config, key)}" for key in DATA_KEYS[config.source]]
+    form = [] if model.form == "decoder" else [f"model.form={model.form}"]
+    source = [] if model.source is None else [f"model.source={model.source}"]
+    return [f"data={config.source}", *keys, f"model.context={model.context}", *form, *source]
 
 
 def iterate_windows(

@@ -66,17 +66,29 @@ class DiagnosticPanel:
 
     def _circuits(self, side: str) -> dict[str, list[Any]]:
         layers = [layer.module for layer in self.model.attention_layers()]
-        starts = self.starts[side]
         row: dict[str, list[Any]] = {name: [None] * len(layers) for name in circuits.MEASURES}
-        if (first_matrix := _matrix(side, layers[0])) is None:
-            return row
+        # The layers of some sites may have other circuits than the rest.
+        by_form: dict[tuple[type, type], dict[int, Attention]] = {}
+        for number, layer in enumerate(layers):
+            by_form.setdefault((type(layer.qk), type(layer.ov)), {})[number] = layer
+        for alike in by_form.values():
+            self._measure_circuits(side, alike, row)
+        return row
+
+    def _measure_circuits(
+        self, side: str, layers: dict[int, Attention], row: dict[str, list[Any]]
+    ) -> None:
+        """Fill in the measures of some layers, all of one form."""
+        starts, numbers = self.starts[side], [*layers]
+        first_layer = layers[numbers[0]]
+        if (first_matrix := _matrix(side, first_layer)) is None:
+            return
         # On the device of the model, except where it does not support fp64.
         device = "cpu" if self.device.type == "mps" else self.device
-        spec, factors = layers[0].qk.spec, getattr(layers[0], side).factors
+        spec, factors = first_layer.qk.spec, getattr(first_layer, side).factors
         size = max(1, _MAX_NUMEL // sum(t.numel() for t in vars(first_matrix).values()))
-        for first in range(0, len(layers), size):
-            chunk = enumerate(layers[first : first + size], first)
-            found = {number: _matrix(side, layer) for number, layer in chunk}
+        for first in range(0, len(numbers), size):
+            found = {n: _matrix(side, layers[n]) for n in numbers[first : first + size]}
             matrices = {number: matrix for number, matrix in found.items() if _is_finite(matrix)}
             if not matrices:
                 continue
@@ -92,7 +104,6 @@ class DiagnosticPanel:
                 heads = () if value is None else value.cpu().split(spec.heads)
                 for number, value_H in zip(matrices, heads, strict=False):
                     row[name][number] = round_digits(value_H.tolist())
-        return row
 
     def _attention(self) -> dict[str, list[Any]]:
         row: dict[str, list[Any]] = {name: [] for name in ATTENTION_MEASURES}

@@ -32,6 +32,11 @@ class AttentionLayer(NamedTuple):
         return self.site != "cross"
 
     @property
+    def place(self) -> str:
+        """The site and the number of the block, for people."""
+        return f"{self.site} {self.name.split('.')[1]}"
+
+    @property
     def causal(self) -> bool:
         """True if no query attends to later positions."""
         return self.site == "decoder"

@@ -2,15 +2,19 @@
 
 The formulas are those of the circuits; tests compare them with measured counts. FLOPs count 2 per
 multiply-add of every matmul, the output projection included; softmax, norms and activations are not
-counted. A causal query attends to (T + 1)/2 keys on average, and only those are counted.
+counted. A causal query attends to (T + 1)/2 keys on average, and only those are counted. In an
+encoder and in cross-attention a query attends to all keys. An encoder–decoder's FLOPs are per token
+of the target, which pays for the source that is as long as the config says.
 """
 
+import dataclasses
 from dataclasses import dataclass
 from typing import Any
 
 from qkablate.attention import Attention
 from qkablate.config import Config, ModelConfig, flatten
-from qkablate.models.base import Model
+from qkablate.config.variant import SITES
+from qkablate.models.base import AttentionLayer, Model
 from qkablate.models.gpt import GPT, MLP
 
 
@@ -31,18 +35,30 @@ class AttentionCost:
 
 
 def compute_attention_cost(
-    layer: Attention, *, keys: float, context: int, tokens_per_pass: float
+    layer: Attention,
+    *,
+    keys: float,
+    context: int,
+    tokens_per_pass: float,
+    source: int | None = None,
 ) -> AttentionCost:
-    """Return the cost of a layer whose queries attend to `keys` keys on average."""
+    """Return the cost of a layer per query, each of which attends to `keys` keys on average.
+
+    A layer with a source has cross-attention: keys and values are of the tokens of the source.
+    """
     qk, ov = layer.qk, layer.ov
+    projections: float = qk.flops_per_token() + ov.flops_per_token()
+    if source is not None:
+        per_key = qk.flops_per_key() + ov.flops_per_key()
+        projections = qk.flops_per_query() + ov.flops_per_query() + per_key * source / context
     per_pass = qk.flops_per_pass() + ov.flops_per_pass()
     return AttentionCost(
         params=sum(p.numel() for p in layer.parameters()),
-        projections=qk.flops_per_token() + ov.flops_per_token() + per_pass / tokens_per_pass,
+        projections=projections + per_pass / tokens_per_pass,
         scores=2 * qk.spec.heads * qk.width * keys,
         values=2 * qk.spec.heads * ov.width * keys,
         cached=layer.cached_per_token,
-        score_numel=qk.spec.heads * context**2,
+        score_numel=qk.spec.heads * context * (context if source is None else source),
     )
 
 
@@ -51,24 +67,48 @@ def mean_causal_keys(context: int) -> float:
     return (context + 1) / 2
 
 
-def forward_flops_per_token(
-    model: Model, keys: float, tokens_per_pass: float, answer_fraction: float = 1.0
-) -> float:
-    """Return the forward FLOPs of the model where queries attend to `keys` keys on average.
+def _cost_of(
+    model: Model, layer: AttentionLayer, tokens_per_pass: float, *, masked: bool
+) -> AttentionCost:
+    """Return the cost of a layer of a model, with FLOPs per token of the target."""
+    source, context = model.input_lengths()[0], model.config.context
+    in_encoder = layer.site == "encoder"
+    queries, keys = (source if in_encoder else context), (context if layer.causal else source)
+    per_target = queries / context
+    cost = compute_attention_cost(
+        layer.module,
+        keys=mean_causal_keys(keys) if layer.causal and not masked else keys,
+        context=queries,
+        tokens_per_pass=tokens_per_pass * per_target,
+        source=None if layer.is_self else source,
+    )
+    return dataclasses.replace(
+        cost,
+        projections=cost.projections * per_target,
+        scores=cost.scores * per_target,
+        values=cost.values * per_target,
+    )
 
-    Only `answer_fraction` of the positions reaches the output projection.
+
+def forward_flops_per_token(
+    model: Model, tokens_per_pass: float, answer_fraction: float = 1.0, *, masked: bool = False
+) -> float:
+    """Return the forward FLOPs of the model per token, of the target where there is a source.
+
+    Only `answer_fraction` of the positions reaches the output projection. With `masked` the keys
+    that a causal query does not see count, too, as for a kernel that computes their scores.
     """
-    context = model.config.context
+    source, context = model.input_lengths()[0], model.config.context
     flops = 2.0 * answer_fraction * model.output_weight.numel()
-    for module in model.modules():
-        if isinstance(module, Attention):
-            flops += compute_attention_cost(
-                module, keys=keys, context=context, tokens_per_pass=tokens_per_pass
-            ).flops
-        elif isinstance(module, GPT):
-            flops += 2 * sum(part.weight.numel() for part in module.embedding_maps())
+    for layer in model.attention_layers():
+        flops += _cost_of(model, layer, tokens_per_pass, masked=masked).flops
+    for name, module in model.named_modules():
+        if isinstance(module, GPT) and (maps := module.embedding_maps()):
+            up, down = (2 * part.weight.numel() for part in maps)
+            flops += up * sum(model.input_lengths()) / context + down
         elif isinstance(module, MLP):
-            flops += 2 * (module.up.weight.numel() + module.down.weight.numel())
+            per_target = source / context if name.startswith("encoder.") else 1
+            flops += 2 * per_target * (module.up.weight.numel() + module.down.weight.numel())
     return flops
 
 
@@ -76,36 +116,61 @@ def training_flops_per_token(
     model: Model, tokens_per_pass: float, answer_fraction: float = 1.0
 ) -> float:
     """Return forward and backward FLOPs; the backward pass of a matmul costs two matmuls."""
-    keys = mean_causal_keys(model.config.context)
-    return 3 * forward_flops_per_token(model, keys, tokens_per_pass, answer_fraction)
+    return 3 * forward_flops_per_token(model, tokens_per_pass, answer_fraction)
 
 
-def describe_cost(config: Config, model: Model, vocabulary: int) -> dict[str, Any]:
-    """Return the sizes and the cost of a config's model by name, for a table."""
-    context, layers = config.model.context, model.attention_layers()
-    keys, tokens_per_pass = mean_causal_keys(context), config.train.batch_size * context
+def cached_by_site(model: Model) -> dict[str, int]:
+    """Return how many numbers a decoder caches per token of its context, and of its source.
+
+    All layers read the same source, so that those which cache the stream itself share one copy.
+    """
+    numbers, copies = dict.fromkeys(SITES[model.config.form], 0), 0
+    for layer in model.attention_layers():
+        if layer.site != "encoder":
+            numbers[layer.site] += layer.module.cached_per_token
+        if layer.site == "cross" and "x" in (layer.module.qk.cached, layer.module.ov.cached):
+            copies += 1
+    if copies:
+        numbers["cross"] -= (copies - 1) * model.config.d_model
+    return numbers
+
+
+def describe_cost(config: Config, model: Model, vocabulary: int) -> list[dict[str, Any]]:
+    """Return the sizes and the cost of a config's model by name, for a table: a row per site.
+
+    FLOPs are per token of the target; what is not of a layer is of the whole model in each row.
+    """
+    context, source = config.model.context, model.input_lengths()[0]
+    tokens_per_pass = config.train.batch_size * context
     number_bytes = 4 if config.precision == "fp32" else 2
-    layer = compute_attention_cost(
-        layers[0].module, keys=keys, context=context, tokens_per_pass=tokens_per_pass
-    )
-    return {
-        "variant": config.variant.name,
-        "d_model": config.model.d_model,
-        "heads": config.model.heads,
-        "layers": config.model.layers,
-        "context": context,
-        "vocabulary": vocabulary,
-        "params": model.parameter_counts()["total"],
-        "attention_params_per_layer": layer.params,
-        "projection_flops_per_token": layer.projections,
-        "score_flops_per_token": layer.scores,
-        "value_flops_per_token": layer.values,
-        "forward_flops_per_token": forward_flops_per_token(model, keys, tokens_per_pass),
-        "training_flops_per_token": training_flops_per_token(model, tokens_per_pass),
-        "training_flops_ratio": 1.0,  # to the first row of the table
-        "score_matrix_bytes": layer.score_numel * number_bytes,  # of one sequence in one layer
-        "kv_bytes_per_token": layer.cached * number_bytes * len(layers),
-    }
+    layers = {layer.site: layer for layer in reversed(model.attention_layers())}
+    cached, rows = cached_by_site(model), []
+    for site in SITES[config.model.form]:
+        layer = _cost_of(model, layers[site], tokens_per_pass, masked=False)
+        rows.append(
+            {
+                "variant": config.variant.name,
+                "site": site,
+                "d_model": config.model.d_model,
+                "heads": config.model.heads,
+                "layers": config.model.layers,
+                "context": context,
+                "source": source if len(layers) > 1 else None,
+                "vocabulary": vocabulary,
+                "params": model.parameter_counts()["total"],
+                "attention_params_per_layer": layer.params,
+                "projection_flops_per_token": layer.projections,
+                "score_flops_per_token": layer.scores,
+                "value_flops_per_token": layer.values,
+                "forward_flops_per_token": forward_flops_per_token(model, tokens_per_pass),
+                "training_flops_per_token": training_flops_per_token(model, tokens_per_pass),
+                "training_flops_ratio": 1.0,  # to the first row of the table
+                # Of one sequence in one layer.
+                "score_matrix_bytes": layer.score_numel * number_bytes,
+                "kv_bytes_per_token": cached[site] * number_bytes,
+            }
+        )
+    return rows
 
 
 def varied_values(configs: list[Config]) -> list[dict[str, Any]]:

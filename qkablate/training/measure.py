@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from torch import Tensor
 from torch.nn.utils import clip_grad_norm_
 
 from qkablate.attention.kernels import matmul
@@ -79,6 +80,15 @@ def check_memory(params: Sequence[int], device: str) -> None:
         )
 
 
+def random_batch(model: Model, rows: int, device: str) -> list[Tensor]:
+    """Return random tokens of each input of a model at its full length, and the targets."""
+    generator = torch.Generator().manual_seed(0)
+    lengths = (*model.input_lengths(), model.config.context)
+    shapes = ((rows, length) for length in lengths)
+    draws = (torch.randint(model.vocabulary, shape, generator=generator) for shape in shapes)
+    return [tokens_BT.to(device) for tokens_BT in draws]
+
+
 def make_training_step(
     config: Config, vocabulary: int, passes: int = 1
 ) -> tuple[Model, Callable[[], None]]:
@@ -86,16 +96,14 @@ def make_training_step(
     model = build_empty_model(config, vocabulary).to_empty(device="cpu")
     model = model.init_(config.seeds.init).to(config.device)
     optimizer = make_optimizer(model, config)
-    shape = (config.train.batch_size, config.model.context + 1)
-    tokens_BT = torch.randint(vocabulary, shape, generator=torch.Generator().manual_seed(0))
-    tokens_BT = tokens_BT.to(config.device)
+    *inputs, targets_BT = random_batch(model, config.train.batch_size, config.device)
     loss: Any = torch.compile(model.loss, dynamic=False) if config.compile else model.loss
 
     def step() -> None:
         matmul.set_backend(config.matmul)  # process-wide: the configs alternate
         for _ in range(passes):
             with hardware.autocast(config):
-                value = loss(tokens_BT[:, :-1], tokens_BT[:, 1:])
+                value = loss(*inputs, targets_BT)
             value.backward()
         clip_grad_norm_(model.parameters(), config.optim.clip or math.inf)
         optimizer.step()
@@ -109,14 +117,13 @@ def evaluate_once(config: Config, model: Model, vocabulary: int) -> None:
     """Evaluate one batch and the circuits, as a run does: that may take more memory than a step."""
     context = config.model.context
     limit = min(EVAL_TOKENS[config.device.partition(":")[0]], EVAL_LOGITS // vocabulary)
-    tokens_NT = torch.randint(vocabulary, (max(1, limit // context), context + 1))
-    tokens_NT = tokens_NT.to(config.device)
+    *inputs, targets_NT = random_batch(model, max(1, limit // context), config.device)
     if config.data.source in TEXT_SOURCES:  # a task has few answers: fewer than the step's targets
         with hardware.autocast(config):
-            model.loss(tokens_NT[:, :-1], tokens_NT[:, 1:])
+            model.loss(*inputs, targets_NT)
     if config.diagnostics.every:
         starts = model.initial_attention_layers(config.seeds.init)
         length = min(context, LENGTH)
-        tokens_NT = tokens_NT[: max(1, TOKENS // length), :length]
+        shown = [tokens_NT[: max(1, TOKENS // length), :LENGTH] for tokens_NT in inputs]
         autocast = functools.partial(hardware.autocast, config)
-        DiagnosticPanel(model, tokens_NT, starts=starts, autocast=autocast).row()
+        DiagnosticPanel(model, *shown, starts=starts, autocast=autocast).row()

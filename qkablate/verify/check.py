@@ -31,7 +31,7 @@ class Deviation:
 
 
 Applies = Callable[[Attention], bool]
-Find = Callable[[Attention, Tensor], Deviation]
+Find = Callable[..., Deviation]  # from a layer and its streams
 
 
 @dataclass(frozen=True)
@@ -42,16 +42,23 @@ class Check:
     says: str
     applies: Applies
     find: Find
+    sites: tuple[str, ...] = ("decoder",)
 
 
 CHECKS: list[Check] = []
 
 
-def check(name: str, says: str, applies: Applies = lambda layer: True) -> Callable[[Find], Find]:
+def check(
+    name: str,
+    says: str,
+    applies: Applies = lambda layer: True,
+    *,
+    sites: tuple[str, ...] = ("decoder", "encoder"),
+) -> Callable[[Find], Find]:
     """Register a function of (layer, x_BTD) as a check."""
 
     def register(find: Find) -> Find:
-        CHECKS.append(Check(name, says, applies, find))
+        CHECKS.append(Check(name, says, applies, find, sites))
         return find
 
     return register
@@ -83,9 +90,14 @@ def probe_loss(out: Tensor) -> Tensor:
     return (out * weight.view_as(out)).sum() + out.square().mean()
 
 
-def scores(layer: Attention, x_BTD: Tensor) -> Tensor:
+def has_circuit(layer: Attention) -> bool:
+    """Return whether the scores are a bilinear form."""
+    return not layer.no_circuit_reason
+
+
+def scores(layer: Attention, x_BTD: Tensor, y_BSD: Tensor | None = None) -> Tensor:
     """Return the scaled content scores of the layer, without masks and biases."""
-    q_BHTE, k_BGSE = layer.apply_modifiers(*layer.qk(x_BTD, x_BTD))
+    q_BHTE, k_BGSE = layer.apply_modifiers(*layer.qk(x_BTD, x_BTD if y_BSD is None else y_BSD))
     k_BHSE = k_BGSE.repeat_interleave(q_BHTE.shape[1] // k_BGSE.shape[1], 1)
     return layer.scale * q_BHTE @ k_BHSE.mT
 

@@ -43,20 +43,26 @@ def gauge_matrix(size: int, like: Tensor) -> Tensor:
     return a_EE
 
 
-@check("gauge", "W_q A, W_k A⁻ᵀ (and W_v B, B⁻¹ W_o): different weights, same outputs", is_factored)
-def _(layer: Attention, x_BTD: Tensor) -> Deviation:
+def change_gauge(layer: Attention) -> Attention:
+    """Return a copy with W_q A, W_k A⁻ᵀ, and where the values are factored W_v B, B⁻¹ W_o."""
     other = copy.deepcopy(layer)
     qk, w_q_HDE, w_k_GDE = qk_factors(other)
-    a_EE = gauge_matrix(w_q_HDE.shape[-1], x_BTD)
+    a_EE = gauge_matrix(w_q_HDE.shape[-1], w_q_HDE)
     inverse_EE = torch.linalg.inv(a_EE).mT
     with torch.no_grad():
         _transform_(qk.w_q, qk.b_q, len(w_q_HDE), lambda w_HNE: w_HNE @ a_EE)
         _transform_(qk.w_k, qk.b_k, len(w_k_GDE), lambda w_GNE: w_GNE @ inverse_EE)
         if isinstance(ov := other.ov, SeparateOV):
-            b_VV = gauge_matrix(ov.width, x_BTD)
+            b_VV = gauge_matrix(ov.width, ov.w_v)
             _transform_(ov.w_v, ov.b_v, ov.value_heads, lambda w_GNV: w_GNV @ b_VV)
             w_o_HVD = torch.linalg.inv(b_VV) @ ov.w_o.unflatten(0, (ov.spec.heads, -1))
             ov.w_o.copy_(w_o_HVD.flatten(0, 1))
+    return other
+
+
+@check("gauge", "W_q A, W_k A⁻ᵀ (and W_v B, B⁻¹ W_o): different weights, same outputs", is_factored)
+def _(layer: Attention, x_BTD: Tensor) -> Deviation:
+    other = change_gauge(layer)
     return Deviation(rel_diff(other(x_BTD), layer(x_BTD)), length=16 * x_BTD.shape[-1])
 
 

@@ -16,6 +16,7 @@ from qkablate.verify.check import (
     Deviation,
     center_rows,
     check,
+    has_circuit,
     largest,
     max_violation,
     probe_loss,
@@ -23,10 +24,7 @@ from qkablate.verify.check import (
     scores,
 )
 
-
-def has_circuit(layer: Attention) -> bool:
-    """Return whether the scores are a bilinear form."""
-    return not layer.no_circuit_reason
+DECODER = ("decoder",)
 
 
 @check(
@@ -53,7 +51,7 @@ def _(layer: Attention, x_BTD: Tensor) -> Deviation:
     return Deviation(abs(counter.get_total_flops() - round(cost.flops * tokens)), tolerance=0)
 
 
-@check("KV cache", "the formula gives the size of a decoder's cache")
+@check("KV cache", "the formula gives the size of a decoder's cache", sites=DECODER)
 def _(layer: Attention, x_BTD: Tensor) -> Deviation:
     cache = Cache(x_BTD.shape[1])
     layer(x_BTD, cache=cache)
@@ -61,7 +59,7 @@ def _(layer: Attention, x_BTD: Tensor) -> Deviation:
     return Deviation(abs(cached - layer.cached_per_token), tolerance=0)
 
 
-@check("decoding", "decoding token by token equals a full forward pass")
+@check("decoding", "decoding token by token equals a full forward pass", sites=DECODER)
 def _(layer: Attention, x_BTD: Tensor) -> Deviation:
     cache = Cache(x_BTD.shape[1])
     first = x_BTD.shape[1] // 2
@@ -70,7 +68,7 @@ def _(layer: Attention, x_BTD: Tensor) -> Deviation:
     return Deviation(rel_diff(decoded_BTD, layer(x_BTD)))
 
 
-@check("causality", "outputs depend on earlier tokens and not on later ones")
+@check("causality", "outputs depend on earlier tokens and not on later ones", sites=DECODER)
 def _(layer: Attention, x_BTD: Tensor) -> Deviation:
     half = x_BTD.shape[1] // 2
     later_BTD, earlier_BTD = x_BTD.clone(), x_BTD.clone()
@@ -165,6 +163,7 @@ def _(layer: Attention, x_BTD: Tensor) -> Deviation:
     "averages",
     "without scores A_ij = 1/(i + 1)",
     lambda layer: type(layer.qk) is Uniform and not layer.mask_self and layer.position != "alibi",
+    sites=DECODER,
 )
 def _(layer: Attention, x_BTD: Tensor) -> Deviation:
     weights_BHTS = layer.weights(x_BTD)
@@ -173,7 +172,12 @@ def _(layer: Attention, x_BTD: Tensor) -> Deviation:
     return Deviation(rel_diff(weights_BHTS, expected_TS.expand_as(weights_BHTS)), length=1)
 
 
-@check("self mask", "no token attends to itself, except the first", lambda layer: layer.mask_self)
+@check(
+    "self mask",
+    "no token attends to itself, except the first",
+    lambda layer: layer.mask_self,
+    sites=DECODER,
+)
 def _(layer: Attention, x_BTD: Tensor) -> Deviation:
     own_BHT = layer.weights(x_BTD).diagonal(dim1=-2, dim2=-1)
     return Deviation(max_violation(own_BHT[..., 1:]), tolerance=0)

@@ -108,6 +108,22 @@ def test_precision_sets_the_bytes_of_a_number(qkablate):
     assert half["standard"]["kv_bytes_per_token"] == 8 * half["mqa"]["kv_bytes_per_token"]
 
 
+def test_translator_has_a_row_per_site(qkablate):
+    words = ("variant=standard,no_k", "model=nano_translator", "model.source=24", "precision=bf16")
+    found = json.loads(qkablate("cost", *words, "--json").out)
+    assert [(row["variant"], row["site"]) for row in found] == [
+        (name, site) for name in ("standard", "no_k") for site in ("encoder", "decoder", "cross")
+    ]
+    assert [row["score_matrix_bytes"] for row in found[:3]] == [
+        2 * 4 * size for size in (24 * 24, 8 * 8, 8 * 24)
+    ]
+    # Two layers cache 64 keys and values each per token of the source; slices are read from one x.
+    assert [row["kv_bytes_per_token"] for row in found] == [0, 512, 512, 0, 512, 2 * 3 * 64]
+    text = qkablate("cost", *words).out
+    assert "source 24, context 8" in text
+    assert "FLOPs are per token of the target" in text
+
+
 def test_csv_equals_the_json(qkablate):
     done = qkablate("cost", "variant=standard,uniform", "--csv")
     lines = list(csv.DictReader(io.StringIO(done.out)))
@@ -136,6 +152,9 @@ def test_measure_times_real_steps(qkablate, monkeypatch):
     found = rows(qkablate, "variant=standard,merged_w", *small, "--measure")
     assert all(row["step_ms"] > 0 and row["step_rounds"] >= 3 for row in found.values())
     assert found["standard"]["step_ratio"] == 1
+    for form in ("encoder", "encoder_decoder"):
+        found = rows(qkablate, "variant=standard", *small, f"model.form={form}", "--measure")
+        assert found["standard"]["step_ms"] > 0
 
 
 def test_measure_reports_too_little_memory(qkablate):
@@ -149,7 +168,7 @@ def test_measure_reports_too_little_memory(qkablate):
     [
         (
             ["--at", "gptj"],
-            "--at: 'gptj' (nearest: gpt-j) is not one of 300m, baby, gpt-j, gpt2, nano",
+            "--at: 'gptj' (nearest: gpt-j) is not one of gpt-j,",
         ),
         (["--at"], "--at: a value is missing"),
         (["--mesure"], "'--mesure' (nearest: --measure) is not one of"),

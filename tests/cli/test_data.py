@@ -181,3 +181,18 @@ def test_train_prepares_missing_data(qkablate, tiny, tmp_path):
     sampled = qkablate("sample", str(folder), "prompt=the cat ∑", "tokens=20", "seed=1")
     assert sampled.code == 0, sampled.err
     assert sampled.out.startswith("the cat ∑")
+
+
+@pytest.mark.parametrize("split", ["train", "val"])
+def test_show_prints_the_source_and_the_target_of_pairs(qkablate, split):
+    for model in ("model=nano_translator", "model=nano_encoder"):
+        words = ("data=reverse", model, "--split", split)
+        done = qkablate("data", "show", *words)
+        assert done.code == 0, done.err
+        sources = re.findall(r"^  source  (.*)", done.out, re.MULTILINE)
+        targets = re.findall(r"^  target  (.*)", done.out, re.MULTILINE)
+        assert len(sources) == 3
+        assert [x.split()[::-1] for x in sources] == [x.split() for x in targets]
+    words = ("data=reverse", "model=nano_translator", "model.source=12", "--json")
+    told = json.loads(qkablate("data", "info", *words).out)
+    assert (told["source"], told["length"]) == (12, 8)

@@ -14,6 +14,7 @@ from qkablate.diagnostics import attention_weights, circuits
 from qkablate.diagnostics.panel import ATTENTION_MEASURES
 from qkablate.report.text.heads import format_number, sparkline
 from qkablate.training.warm_start.restore import restore
+from tests.cli.helpers import assert_refused
 
 STEPS = ("train.steps=30", "train.batch_size=8", "data.val_tokens=2000", "data.test_tokens=100")
 
@@ -283,3 +284,30 @@ def test_impossible_chart_is_rejected_before_any_work(inspect, words, message, t
     assert done.err.startswith(f"qkablate: {message}")
     assert done.err.count("\n") == 1
     assert not [*tmp_path.glob("*svg")]
+
+
+PAIRS = ("data=reverse", "data.val_tokens=512", "data.test_tokens=512", "train.steps=4")
+SIZE = ("model.layers=1", "model.d_model=16", "model.heads=2", "train.batch_size=4", "threads=1")
+
+
+def test_layers_of_a_translator_are_named_by_site(qkablate):
+    words = (*PAIRS, *SIZE, "variant=merged_w", "variant.sites=cross", "out=translators")
+    assert qkablate("train", "model=nano_translator", *words).code == 0
+    run = ("merged_w_cross", "out=translators")
+    done = qkablate("inspect", *run)
+    assert done.code == 0, done.err
+    first = done.out.split("\n\n")[1].splitlines()
+    assert first[1].split()[:4] == ["layer", "site", "head", "stable_rank"]
+    places = [line.split()[1:3] for line in first[2:]]
+    assert places[::2] == [["encoder", "0"], ["decoder", "0"], ["cross", "0"]]
+    found = json.loads(qkablate("inspect", *run, "--json").out)
+    assert found["layers"] == ["encoder 0", "decoder 0", "cross 0"]
+    assert qkablate("inspect", *run, "--layer", "2", "--head", "0").code == 0
+    assert_refused(qkablate("inspect", *run, "--layer", "3"), "--layer: there is no 3")
+    refused = qkablate("inspect", *run, "--layer", "2", "--head", "0", "--text", "a")
+    assert_refused(refused, "--text: ", "model.form=encoder_decoder")
+    for verb in ("verify", "ls"):
+        assert qkablate(verb, *run[verb == "ls" :]).code == 0
+    projected = qkablate("project", *run, "variant=no_q", "finetune.steps=2", "--json")
+    layers = json.loads(projected.out)["runs"][0]["layers"]
+    assert [layer["layer"] for layer in layers] == found["layers"]

@@ -13,6 +13,7 @@ import torch
 
 from qkablate.cli.sample import KEYS, PARSER, parse_args, write_text
 from qkablate.training.warm_start.restore import restore
+from tests.cli.helpers import assert_refused
 
 STEPS = ("train.steps=30", "train.batch_size=8")
 REPORT = r"{}, step 30: {} tokens, [\d,]+ tokens/s\n"
@@ -282,3 +283,17 @@ def test_completion(qkablate, trained, monkeypatch):
     ]:
         monkeypatch.setenv("COMP_LINE", line)
         assert qkablate("-sc", f"query={shell}").out.split() == found
+
+
+def test_encoder_generates_no_text(qkablate):
+    words = (
+        "model.d_model=16",
+        "model.heads=2",
+        "train.steps=2",
+        "data.val_tokens=512",
+        "threads=1",
+    )
+    trained = qkablate("train", "model=nano_encoder", "data=reverse", *words, "out=encoders")
+    assert trained.code == 0, trained.err
+    done = qkablate("sample", "standard", "out=encoders")
+    assert_refused(done, "'standard' is a run of an encoder, which generates no text")

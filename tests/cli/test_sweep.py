@@ -377,3 +377,21 @@ def test_train_proposes_the_own_folder_again(qkablate, tiny, own_configs):
     assert done.code == 0, done.err
     for command in proposed_commands(done):
         assert command[command.index("--config-dir") + 1] == str(own_configs)
+
+
+@pytest.mark.slow
+def test_sweep_of_translators_is_read_by_every_verb(qkablate):
+    size = ("model.layers=1", "model.d_model=16", "model.heads=2", "train.steps=30", "threads=1")
+    words = ("model=nano_translator", "data=reverse", "data.val_tokens=512", "data.test_tokens=512")
+    axes = ("variant=standard,merged_w", "variant.sites=all,cross", "seed=range(3)")
+    done = qkablate("sweep", *words, *axes, *size, "sweep.name=pairs", "--yes")
+    assert done.code == 0, done.err
+    for verb in ("results", "report", "status"):
+        assert qkablate(verb, "pairs").code == 0
+    table = qkablate("results", "pairs").out
+    arms = ("standard-d16-h2", "merged_w-d16-h2", "merged_w_cross-d16-h2")
+    assert all(re.search(rf"^{arm} ", table, re.MULTILINE) for arm in arms)
+    assert "merged_w_cross-d16-h2-s0" in qkablate("ls").out
+    compared = qkablate("compare", "standard-d16-h2-s0", "merged_w_cross-d16-h2-s0")
+    assert compared.code == 0
+    assert "they differ in  variant.sites: all · cross" in compared.out

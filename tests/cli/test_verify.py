@@ -100,6 +100,40 @@ def test_wrong_variant_is_detected(qkablate, tmp_path):
     assert f"{len(violated)} violated" in done.out
 
 
+TRANSLATOR = ("model=nano_translator", "model.d_model=16", "model.source=11")
+OF_CROSS = {"both streams", "FLOPs of two streams", "source cache", "M_h of two streams"}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("bias", [False, True])
+@pytest.mark.parametrize("position", ["learned", "rope"])
+def test_every_variant_holds_at_every_site(qkablate, bias, position):
+    words = (*TRANSLATOR, f"model.bias={bias}", f"model.position={position}")
+    done = qkablate("verify", *words, "--json")
+    lines = json.loads(done.out)
+    assert [line for line in lines if not line["holds"]] == []
+    found = {(line["variant"], line["site"]) for line in lines}
+    assert len(found) == 3 * len({name for name, _ in found})
+    assert {line["check"] for line in lines if line["site"] == "cross"} >= OF_CROSS
+    masked = qkablate("verify", *words, "variant=shared_qk_reformer", "variant.sites=cross")
+    assert (masked.code, masked.out) == (2, "")
+    assert "cross-attention has no self to mask" in masked.err
+
+
+def test_sites_are_checked_as_what_they_are(qkablate):
+    done = qkablate("verify", "variant=no_k", *TRANSLATOR, "--json")
+    checks = {"encoder": set(), "decoder": set(), "cross": set()}
+    for line in json.loads(done.out):
+        assert line["holds"]
+        checks[line["site"]].add(line["check"])
+    assert checks["cross"] >= {*OF_CROSS, "B_h of two streams", "merged twin of two streams"}
+    assert "causality" in checks["decoder"] - checks["encoder"] - checks["cross"]
+    assert "sees all" in checks["encoder"] - checks["decoder"]
+    one = qkablate("verify", "variant=no_k", "variant.sites=cross", *TRANSLATOR)
+    assert one.out.split()[:3] == ["variant", "site", "check"]
+    assert {*re.findall(r"no_k_cross +(\w+)", one.out)} == {"cross"}
+
+
 def test_table(qkablate):
     done = qkablate("verify", "variant=standard,uniform", *SMALL)
     assert done.code == 0

@@ -1,5 +1,6 @@
 """Rows of diagnostics: the same shape for every variant, deterministic, without side effects."""
 
+import dataclasses
 import json
 
 import pytest
@@ -8,6 +9,7 @@ import torch
 from qkablate.config import ModelConfig, VariantConfig, resolve_variant, variants
 from qkablate.diagnostics import circuits, panel, patterns
 from qkablate.diagnostics.panel import DiagnosticPanel, repeat_blocks, round_digits
+from qkablate.models.build import build_model
 from qkablate.models.gpt import GPT
 
 MODEL = ModelConfig(layers=3, d_model=16, heads=4, context=12)
@@ -25,6 +27,23 @@ def moved(model):
             generator = torch.Generator().manual_seed(number)
             parameter.add_(0.1 * torch.randn(parameter.shape, generator=generator))
     return model
+
+
+def test_layers_of_other_sites_are_measured_in_their_own_form():
+    shape = {"form": "encoder_decoder", "source": 9}
+    config = dataclasses.replace(MODEL, layers=1, **shape)
+    inputs = torch.arange(18).view(2, 9) % 23, TOKENS[:2]
+    rows = {}
+    for sites in ("cross", "all"):
+        wanted = VariantConfig(**variants()["merged_w"], sites=sites)
+        model = build_model(config, resolve_variant(wanted, config), 30).init_(1)
+        starts = model.initial_attention_layers(1)
+        rows[sites] = moved_row = DiagnosticPanel(model, *inputs, starts=starts).row()
+        assert all(len(layers) == 3 for layers in moved_row["qk"].values())
+    # Only a full matrix has a part beyond the rank of standard's.
+    assert [x is None for x in rows["cross"]["qk"]["off_rank"]] == [True, True, False]
+    assert rows["cross"]["qk"]["stable_rank"][2] == rows["all"]["qk"]["stable_rank"][2]
+    assert [x is None for x in rows["cross"]["qk"]["balance"]] == [False, False, True]
 
 
 NO_MATRIX = ("static_scores", "uniform")

@@ -149,14 +149,14 @@ def test_flops_agree_with_torchs_counter(name):
         tokens = tokens_of(batch, 16)
         with FlopCounterMode(display=False) as counter:
             model(tokens)
-        ours = forward_flops_per_token(model, keys=16, tokens_per_pass=tokens.numel())
+        ours = forward_flops_per_token(model, tokens.numel(), masked=True)
         assert counter.get_total_flops() == pytest.approx(ours * tokens.numel(), rel=1e-12)
 
 
 def test_training_flops_count_causal_keys_and_the_backward_pass():
     model = gpt()
     assert mean_causal_keys(16) == sum(range(1, 17)) / 16
-    forward = forward_flops_per_token(model, keys=8.5, tokens_per_pass=32)
+    forward = forward_flops_per_token(model, tokens_per_pass=32)
     assert training_flops_per_token(model, tokens_per_pass=32) == 3 * forward
 
 
@@ -424,7 +424,5 @@ def test_flops_of_a_factorized_embedding_are_those_counted(tied):
         with FlopCounterMode(display=False) as counter, torch.no_grad():
             one(tokens_BT)
         counted.append(counter.get_total_flops() / 16)
-    expected = [
-        forward_flops_per_token(m, mean_causal_keys(16), tokens_per_pass=16) for m in (model, plain)
-    ]
+    expected = [forward_flops_per_token(m, tokens_per_pass=16) for m in (model, plain)]
     assert counted[0] - counted[1] == pytest.approx(expected[0] - expected[1])

@@ -48,6 +48,7 @@ from qkablate.verify.check import (
 
 D, HEADS, LENGTH = 12, 3, 8
 X_BTD = random_stream(D, LENGTH, seed=0)
+Y_BSD = random_stream(D, LENGTH - 3, seed=0, name="source")
 FIRST, PLACE_H11 = torch.tensor(0), torch.arange(HEADS).view(-1, 1, 1)
 NEGATIVE_E = torch.tensor([1, 1, 1, -1e-4])  # a diagonal between queries and keys
 
@@ -261,6 +262,36 @@ CASES = [  # check, layer, break
     ("bare block", {}, then((NoVO, "write", double))),
     # Identities fold with skip and norm, too.
     ("bare block", {}, numbers(identities)),
+    # An encoder with a causal mask sees nothing later; without keys of its first token, not all.
+    (
+        "sees all",
+        {},
+        instead((layer_, "attend", lambda *qkv, causal, **n: attend(*qkv, causal=True, **n))),
+    ),
+    (
+        "sees all",
+        {},
+        instead((layer_, "attend", lambda q, k, v, **n: attend(q, k[:, :, 1:], v[:, :, 1:], **n))),
+    ),
+    # Queries that read the others, and a source whose last token is lost.
+    ("both streams", {}, then((SeparateQK, "queries", lambda q: q + q.mean(2, keepdim=True)))),
+    (
+        "both streams",
+        {},
+        instead(
+            (layer_, "attend", lambda q, k, v, **n: attend(q, k[:, :, :-1], v[:, :, :-1], **n))
+        ),
+    ),
+    ("FLOPs of two streams", {}, then((SeparateQK, "flops_per_key", lambda n: n - 2))),
+    ("FLOPs of two streams", SHARED, then((SharedQK, "flops_per_query", lambda n: n // 2))),
+    ("source cache", {}, instead((Attention, "cached_per_token", 2 * D - 1))),
+    ("B_h of two streams", {}, then((QK, "circuit", lambda result: (result[0].mT, result[1])))),
+    ("B_h of two streams", BIAS, then((QK, "circuit", lambda result: (result[0], 2 * result[1])))),
+    ("M_h of two streams", {}, then((OV, "circuit", lambda m_HDD: m_HDD.flip(0)))),
+    ("merged twin of two streams", {}, then((MergedQK, "queries", double))),
+    ("merged twin of two streams", {}, then((MergedQK, "keys", double_gradient))),
+    ("gauge of two streams", {}, then((SeparateQK, "keys", torch.relu))),
+    ("gauge of two streams", {}, then((SeparateOV, "values", torch.relu))),
 ]
 
 
@@ -273,18 +304,19 @@ def test_every_check_has_a_failing_case():
 def test_check_fails_on_a_broken_layer(name, options, break_, monkeypatch):
     (check,) = (check for check in CHECKS if check.name == name)
     monkeypatch.setattr("qkablate.verify.CHECKS", [check])
-    layer = make_layer(**options)
-    (line,) = verify("whole", [layer], [X_BTD], fresh=True)
+    layer, site = make_layer(**options), check.sites[0]
+    streams = [(X_BTD, Y_BSD) if site == "cross" else (X_BTD,)]
+    (line,) = verify("whole", [layer], streams, fresh=True, site=site)
     assert line.holds
     break_(monkeypatch)
-    (line,) = verify("broken", [layer], [X_BTD], fresh=True)
-    assert line.check == name
+    (line,) = verify("broken", [layer], streams, fresh=True, site=site)
+    assert (line.check, line.site) == (name, site)
     assert not line.holds
 
 
 def test_theorems_are_skipped_for_the_weights_of_a_run():
     def names(fresh):
-        return {line.check for line in verify("standard", [make_layer()], [X_BTD], fresh=fresh)}
+        return {line.check for line in verify("standard", [make_layer()], [(X_BTD,)], fresh=fresh)}
 
     assert names(fresh=True) - names(fresh=False) == {"any weights", "decay", "bare block"}
 
@@ -304,7 +336,7 @@ def check(monkeypatch):
 def test_the_worst_layer_counts(residuals, check):
     of = dict(zip((make_layer(), make_layer()), residuals, strict=True))
     check(lambda layer, x_BTD: of[layer])
-    (line,) = verify("two layers", list(of), [X_BTD, X_BTD], fresh=True)
+    (line,) = verify("two layers", list(of), [(X_BTD,), (X_BTD,)], fresh=True)
     assert not line.holds
     assert isnan(line.residual) or line.residual == max(residuals)
     assert isnan(line.residual_fp32) or line.residual_fp32 == max(residuals)
@@ -313,13 +345,13 @@ def test_the_worst_layer_counts(residuals, check):
 @pytest.mark.parametrize(("single", "double_", "holds"), [(1, 0, True), (0, 1, False)])
 def test_double_precision_decides(single, double_, holds, check):
     check(lambda layer, x_BTD: single if x_BTD.dtype == torch.float32 else double_)
-    (line,) = verify("standard", [make_layer()], [X_BTD], fresh=True)
+    (line,) = verify("standard", [make_layer()], [(X_BTD,)], fresh=True)
     assert (line.residual_fp32, line.residual, line.holds) == (single, double_, holds)
 
 
 def test_failed_decomposition_is_a_violation(check):
     check(lambda layer, x_BTD: torch.linalg.inv(0 * X_BTD[0, :, :LENGTH]))
-    (line,) = verify("standard", [make_layer()], [X_BTD], fresh=True)
+    (line,) = verify("standard", [make_layer()], [(X_BTD,)], fresh=True)
     assert isnan(line.residual)
     assert not line.holds
 
@@ -327,8 +359,8 @@ def test_failed_decomposition_is_a_violation(check):
 @pytest.mark.parametrize("value", [nan, inf, -inf])
 @pytest.mark.parametrize("where", ["weight", "bias", "stream"])
 def test_non_finite_values_are_one_violation(value, where):
-    layers, streams = [make_layer(bias=True), make_layer(bias=True)], [X_BTD, X_BTD.clone()]
-    places = {"weight": layers[1].ov.w_o, "bias": layers[1].qk.b_k, "stream": streams[1]}
+    layers, streams = [make_layer(bias=True), make_layer(bias=True)], [(X_BTD,), (X_BTD.clone(),)]
+    places = {"weight": layers[1].ov.w_o, "bias": layers[1].qk.b_k, "stream": streams[1][0]}
     with torch.no_grad():
         places[where].view(-1)[-1] = value
     (line,) = verify("standard", layers, streams, fresh=True)
@@ -337,7 +369,7 @@ def test_non_finite_values_are_one_violation(value, where):
 
 
 def test_nan_is_a_violation():
-    line = CheckResult("standard", "gauge", "", EXACT, EXACT, 0.0, 0.0)
+    line = CheckResult("standard", "decoder", "gauge", "", EXACT, EXACT, 0.0, 0.0)
     assert line.holds
     assert not replace(line, residual=nan).holds
     assert not replace(line, residual=2 * EXACT).holds

@@ -213,8 +213,9 @@ def _with_baselines(arms: list[Arm]) -> list[Arm]:
 
 def _overrides(config: Config) -> dict[str, str]:
     """Return the arguments that make the arm: both config groups and all non-default values."""
-    # The nearest entry of the catalogue: low_rank_w for low_rank_w_r4.
-    names = (config.variant.name, re.sub(r"_[rg]\d+$", "", config.variant.name))
+    # The nearest entry of the catalogue: low_rank_w for low_rank_w_r4, or for low_rank_w_r4_cross.
+    everywhere = config.variant.name.removesuffix("_" + config.variant.sites.replace("+", "_"))
+    names = (config.variant.name, everywhere, re.sub(r"_[rg]\d+$", "", everywhere))
     name = next((name for name in names if name in variants()), "standard")
     variant = resolve_variant(dataclasses.replace(config.variant, name=name), config.model)
     defaults = flatten(Config()) | _load_group("variant", name)

@@ -16,13 +16,15 @@ RIDGE = 1e-6  # added to every direction of a moment, relative to its mean diago
 class Moments:
     """Second moments of the inputs of a layer, in fp64."""
 
-    x_LL: Tensor  # of the stream with a 1
-    z_HDD: Tensor  # of each head's averages of the stream
+    x_LL: Tensor  # of the queries' stream with a 1
+    z_HDD: Tensor  # of each head's averages of the keys' stream
+    y_LL: Tensor | None = None  # of the keys' stream with a 1; None: it is the queries'
 
     def key_covariance(self) -> Tensor:
-        """Return the covariance of the stream; softmax is invariant to the mean key."""
-        mean_D = self.x_LL[-1, :-1]
-        return regularize(self.x_LL[:-1, :-1] - mean_D.outer(mean_D))
+        """Return the covariance of the keys' stream; softmax is invariant to the mean key."""
+        y_LL = self.x_LL if self.y_LL is None else self.y_LL
+        mean_D = y_LL[-1, :-1]
+        return regularize(y_LL[:-1, :-1] - mean_D.outer(mean_D))
 
     def score_power(self, b_HLD: Tensor) -> Tensor:
         """Return the mean square of each head's scores."""

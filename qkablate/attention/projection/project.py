@@ -11,6 +11,7 @@ Shape suffixes: T positions, H heads, P positions of heads, D d_model, L = D + 1
 import copy
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -67,22 +68,29 @@ def collect_moments(layers: Sequence[Attention], read: Callable[[], object]) -> 
     """Return the moments of what these layers read while `read` runs the model."""
     sums: dict[Attention, list[Tensor]] = {}
 
-    def add(layer: Attention, inputs: tuple[Tensor, ...]) -> None:
-        for x_1TD in inputs[0].split(1):  # one at a time: the softmax of each head is T × T
-            z_HTD = (layer.weights(x_1TD) @ x_1TD.unsqueeze(1))[0].double()
-            x_TL = pad(x_1TD[0].double(), (0, 1), value=1.0)
+    def add(layer: Attention, inputs: tuple[Tensor, ...], options: dict[str, Any]) -> None:
+        causal = options.get("causal", True)
+        # One sequence at a time: the softmax of each head is T × S.
+        for x_1TD, *source in zip(*(stream.split(1) for stream in inputs), strict=True):
+            (y_1SD,) = source or [x_1TD]
+            z_HTD = (layer.weights(x_1TD, *source, causal=causal) @ y_1SD.unsqueeze(1))[0].double()
+            x_TL, y_SL = (pad(x[0].double(), (0, 1), value=1.0) for x in (x_1TD, y_1SD))
             new = [x_TL.mT @ x_TL, z_HTD.mT @ z_HTD, torch.tensor(len(x_TL))]
+            new += [y_SL.mT @ y_SL, torch.tensor(len(y_SL))]
             old = sums.get(layer, [torch.zeros_like(value) for value in new])
             sums[layer] = [a + b for a, b in zip(old, new, strict=True)]
 
-    hooks = [layer.register_forward_pre_hook(add) for layer in layers]
+    hooks = [layer.register_forward_pre_hook(add, with_kwargs=True) for layer in layers]
     try:
         read()
     finally:
         for hook in hooks:
             hook.remove()
     totals = (sums[layer] for layer in layers)
-    return [Moments(regularize(x / count), regularize(z / count)) for x, z, count in totals]
+    return [
+        Moments(regularize(x / queries), regularize(z / queries), regularize(y / keys))
+        for x, z, queries, y, keys in totals
+    ]
 
 
 @torch.no_grad()

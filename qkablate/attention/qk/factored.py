@@ -130,6 +130,9 @@ class ReassociatedQK(SeparateQK):
     def flops_per_token(self) -> int:
         return 2 * self.spec.heads * self.spec.d_model**2
 
+    def flops_per_key(self) -> int:
+        return 0
+
     def flops_per_pass(self) -> int:
         return 2 * self.w_k.numel() * (self.spec.d_model + self.spec.bias)
 

@@ -46,6 +46,9 @@ class SharedQK(QK):
         """Return the queries of these keys."""
         return k_BHTE
 
+    def flops_per_query(self) -> int:
+        return self.flops_per_token()  # in self-attention the keys cost nothing more
+
     def set_circuit_(self, b_HDD: Tensor, u_HD: Tensor | None = None) -> None:
         """Set the nearest symmetric positive semidefinite matrix of rank d_head."""
         value_HD, vector_HDD = torch.linalg.eigh((b_HDD + b_HDD.mT) / 2)

@@ -9,16 +9,23 @@ _BARS = "▁▂▃▄▅▆▇█"
 _LISTED = 8  # singular values that are written out
 
 
-def print_measures(measures: dict[str, list[Any]], shown: list[tuple[int, int]]) -> None:
-    """Print a table with one row per head; empty measures and spectra are left out."""
+def print_measures(
+    measures: dict[str, list[Any]], shown: list[tuple[int, int]], places: list[str] | None = None
+) -> None:
+    """Print a table with one row per head; empty measures and spectra are left out.
+
+    The `places` of the layers in the model are shown, too, if given.
+    """
     is_empty = {name: all(heads is None for heads in layers) for name, layers in measures.items()}
     names = [name for name in measures if name != "singular" and not is_empty[name]]
     rows = []
     for layer, head in shown:
         by_name = [measures[name][layer] for name in names]
         values = [None if heads is None else heads[head] for heads in by_name]
-        rows.append([str(layer), str(head), *map(format_number, values)])
-    print_table(["layer", "head", *names], rows, left=0, keys=2)
+        place = [] if places is None else [places[layer]]
+        rows.append([str(layer), *place, str(head), *map(format_number, values)])
+    columns = ["layer", *([] if places is None else ["site"]), "head"]
+    print_table([*columns, *names], rows, left=0, keys=len(columns))
 
 
 def format_number(value: float | None) -> str:

@@ -8,7 +8,7 @@ from qkablate.data import Data, open_data
 from qkablate.data.corpus import check_available
 from qkablate.errors import UserError
 from qkablate.models.catalogue import resolve_circuits
-from qkablate.models.cost import training_flops_per_token
+from qkablate.models.cost import cached_by_site, training_flops_per_token
 from qkablate.runs.run import run_id
 from qkablate.sweeps.planning.manifest import Arm
 from qkablate.training import hardware
@@ -46,7 +46,6 @@ class ArmResolver:
         config, hashes = resolve_circuits(hardware.resolve(requested, remote=self.remote))
         data = self._open_data(config)
         model = build_empty_model(config, data.vocabulary)
-        layers = [layer.module for layer in model.attention_layers()]
         attention = model.variant_layer().module
         config = resolve_lr(config, attention)
         facts = {
@@ -71,14 +70,16 @@ class ArmResolver:
             total_params=counts["total"],
             flops=training_flops_per_token(model, batch_tokens, data.answer_fraction),
             matched_lr=attention.matched_lr,
-            kv_cache_numbers=sum(layer.cached_per_token for layer in layers),
+            kv_cache_numbers=sum(cached_by_site(model).values()),
         )
 
     def _open_data(self, config: Config) -> Data:
-        key = run_id({"data": vars(config.data), "context": config.model.context})
+        model = config.model
+        lengths = {"context": model.context, "form": model.form, "source": model.source}
+        key = run_id({"data": vars(config.data), **lengths})
         if key not in self._data:
             check_available(config.data)
-            data = open_data(config.data, config.model)
-            data.check_context(config.model.context)
+            data = open_data(config.data, model)
+            data.check_context(model.context)
             self._data[key] = data
         return self._data[key]

@@ -7,6 +7,7 @@ import torch
 
 from qkablate.config import EngineConfig, SweepConfig
 from qkablate.errors import UserError
+from qkablate.models.catalogue import encoder_layers
 from qkablate.runs.run import count_cores
 from qkablate.sweeps.planning.manifest import Arm, Manifest
 from qkablate.training import hardware
@@ -82,10 +83,15 @@ def memory_gb_per_run(manifest: Manifest, engine: EngineConfig) -> float:
 def _estimate_bytes(arm: Arm) -> float:
     """Estimate a run's memory, on the CPU including its activations."""
     model, train = arm.config.model, arm.config.train
-    numbers = model.layers * (24 * model.d_model + 2 * model.heads * model.context)
+    d, heads, context = model.d_model, model.heads, model.context
+    numbers: float = model.layers * (24 * d + 2 * heads * context)
+    if model.form == "encoder_decoder":
+        source = model.source or context
+        numbers += model.layers * (8 * d + 2 * heads * source)
+        numbers += encoder_layers(model) * (24 * d + 2 * heads * source) * source / context
     numbers += 4 * int(arm.facts.get("vocabulary", 0))
     on_cpu = arm.config.device == "cpu"
-    activations = 4 * train.batch_size * model.context * numbers if on_cpu else 0
+    activations = 4 * train.batch_size * context * numbers if on_cpu else 0
     return BYTES_PER_PARAMETER * arm.total_params + activations
 
 

@@ -43,7 +43,7 @@ def record_attention(plan: RunPlan, write: Callable[..., None], model: Model, st
     """Write the attention of a model on one text after `step` steps; draws no random numbers."""
     config, shape = plan.config, plan.config.model
     length = attention_map.token_count(shape.layers, shape.heads, shape.context)
-    if not length or shape.form == "encoder_decoder":  # which has maps of three shapes
+    if not length or shape.form != "decoder":  # a map is read as causal
         return
     tokens_T = validation_inputs(plan.data, shape.context)[0][0, :length]
     training = model.training

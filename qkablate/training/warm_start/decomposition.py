@@ -56,12 +56,16 @@ class Decomposition:
     projected: RunPlan
     scratch: RunPlan | None  # None if the parent itself was not trained from scratch
 
-    def projection_losses(self) -> list[ProjectionLoss]:
-        """Return the loss of the projection, layer by layer."""
+    def projection_losses(self) -> list[tuple[int | str, ProjectionLoss]]:
+        """Return the loss of the projection of each layer, by its number or its site and number."""
         plan, _ = restore_environment(self.projected, processes=1)
-        return load_projection_losses(
-            plan.run, plan.config, plan.data, plan.build(), self.parent.model
-        )
+        model = plan.build()
+        layers = model.attention_layers()
+        losses = load_projection_losses(plan.run, plan.config, plan.data, model, self.parent.model)
+        names: list[int | str] = [layer.place for layer in layers]
+        if plan.config.model.form == "decoder":
+            names = [*range(len(layers))]
+        return [*zip(names, losses, strict=True)]
 
 
 def plan_decompositions(

@@ -12,8 +12,8 @@ from typing import Any
 import torch
 
 from qkablate.attention import OV_CIRCUITS, QK_CIRCUITS
-from qkablate.config import DATA_KEYS, Config, check, explain
-from qkablate.data import TASKS, tokenizers
+from qkablate.config import Config, check, explain
+from qkablate.data import TASKS, task_words, tokenizers
 from qkablate.errors import UserError, print_stderr
 from qkablate.models.base import Model
 from qkablate.models.build import build_model
@@ -37,9 +37,7 @@ class RestoredRun:
     def tokenizer(self) -> tokenizers.Tokenizer:
         """Return the tokenizer; raise UserError if the run has none or it is damaged."""
         if self.config.data.source in TASKS:
-            data, context = self.config.data, self.config.model.context
-            keys = [f"data.{key}={getattr(data, key)}" for key in DATA_KEYS[data.source]]
-            words = [f"data={data.source}", *keys, f"model.context={context}"]
+            words = task_words(self.config.data, self.config.model)
             raise UserError(
                 f"'{self.folder}' was trained on a task, whose tokens are not text; write"
                 f" qkablate data show {' '.join(words)}"

@@ -85,14 +85,19 @@ def check_parent(parent: RestoredRun, config: Config, model: Model, data_fingerp
             )
     if parent.identity["data_fingerprint"] != data_fingerprint:
         raise UserError(f"init_from.run: '{name}' was trained on other data; give its data keys")
-    source = parent.model.variant_layer().module
-    if reason := find_obstacle(source, model.variant_layer().module):
-        possible = ", ".join(word for word in variants() if _can_hold(source, config, word))
-        choice = f"possible: {possible}" if possible else "only its own variant is possible"
-        raise UserError(
-            f"init_from.run: '{name}' cannot be projected to {config.variant.name}: {reason}"
-            f" ({choice})"
-        )
+    # The layers of a site are alike.
+    sources, targets = (
+        {layer.site: layer.module for layer in side.attention_layers()}
+        for side in (parent.model, model)
+    )
+    for site, source in sources.items():
+        if reason := find_obstacle(source, targets[site]):
+            possible = ", ".join(word for word in variants() if _can_hold(source, config, word))
+            choice = f"possible: {possible}" if possible else "only its own variant is possible"
+            raise UserError(
+                f"init_from.run: '{name}' cannot be projected to {config.variant.name}: {reason}"
+                f" ({choice})"
+            )
 
 
 def _can_hold(source: Attention, config: Config, name: str) -> bool:
@@ -171,7 +176,7 @@ def load_projection_losses(
         losses = [ProjectionLoss(**{**loss, "heads": tuple(loss["heads"])}) for loss in content]
         valid = all(sorted(loss.heads) == [*range(config.model.heads)] for loss in losses)
         numbers = [n for loss in losses for n in (loss.qk, loss.qk_scores, loss.ov, loss.ov_output)]
-        if len(losses) == config.model.layers and valid and all(map(is_number, numbers)):
+        if len(losses) == len(model.attention_layers()) and valid and all(map(is_number, numbers)):
             return losses
     except (TypeError, ValueError, KeyError):
         pass

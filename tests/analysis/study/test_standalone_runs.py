@@ -262,6 +262,25 @@ def test_data_that_their_name_tells_apart_are_named_by_it(run):
     assert all("segment=" in name for name in names[1:])
 
 
+def test_arms_of_other_forms_and_sites_have_names_of_their_own(run):
+    pairs = ("data=reverse", "data.val_tokens=256", "data.test_tokens=256", "model.context=8")
+    translator = (*pairs, "model.form=encoder_decoder")
+    folders = [
+        run(*pairs, "model.form=encoder"),
+        run(*translator),
+        run(*translator, "variant=merged_w"),
+        run(*translator, "variant=merged_w", "variant.sites=encoder+cross"),
+    ]
+    entries = by_name(read_standalone_runs(folders))
+    assert {*entries} >= {"merged_w-d16-h2", "merged_w_encoder_cross-d16-h2"}
+    assert len(entries) == 4
+    assert sum("form=encoder_decoder" in name for name in entries) == 1  # the other standard
+    limited = entries["merged_w_encoder_cross-d16-h2"].arm
+    assert limited.overrides["variant"] == "merged_w"
+    assert limited.overrides["variant.sites"] == "encoder+cross"
+    assert limited.baseline == entries["merged_w-d16-h2"].arm.baseline is not None
+
+
 def test_different_runs_of_one_seed_are_all_listed(run, tmp_path):
     """Another text under the same path makes another run with the same config."""
     path = tmp_path / "text.txt"

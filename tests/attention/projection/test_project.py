@@ -262,3 +262,39 @@ def test_collecting_moments_changes_nothing():
     assert not layer._forward_pre_hooks
     (halves,) = collect_moments([layer], lambda: [layer(part) for part in x.split(7)])
     assert_close(halves.x_LL, moments.x_LL)
+
+
+def test_moments_of_cross_attention_are_those_of_two_streams():
+    layer = random_layer("separate")
+    x, y = stream(7, batch=5), anisotropic_stream()[:5]
+    (moments,) = collect_moments([layer], lambda: layer(x, y, causal=False))
+    for found, flat in ((moments.x_LL, x.flatten(0, 1)), (moments.y_LL, y.flatten(0, 1))):
+        assert_close(found[:-1, :-1], flat.mT @ flat / len(flat), rtol=1e-5, atol=1e-5)
+    averages = (layer.weights(x, y, causal=False) @ y.unsqueeze(1)).transpose(0, 1).flatten(1, 2)
+    expected = averages.mT @ averages / averages.shape[1]
+    assert_close(moments.z_HDD, expected, rtol=1e-5, atol=1e-5)
+    covariance = torch.cov(y.flatten(0, 1).mT, correction=0)
+    assert_close(moments.key_covariance(), covariance, rtol=1e-4, atol=1e-4)
+
+
+def test_projection_of_cross_attention_loses_least_on_its_own_two_streams():
+    source = random_layer("separate")
+    x, y = stream(7, batch=40), anisotropic_stream()
+    (own,) = collect_moments([source], lambda: source(x, y, causal=False))
+    (other,) = collect_moments([source], lambda: source(y, x, causal=False))
+    losses = []
+    for moments in (own, other):
+        target = random_layer("no_k")
+        heads = list(project_layer(source, target, moments).heads)
+        wanted = source.scores(x, y, causal=False)[:, heads]
+        difference = (target.scores(x, y, causal=False) - wanted).detach()
+        centered = difference - difference.mean(-1, keepdim=True)
+        losses.append(float(centered.square().mean()))
+    assert losses[0] < losses[1]
+
+
+def test_moments_of_an_encoder_see_all_positions():
+    layer, x = random_layer("separate"), stream(7, batch=5)
+    (moments,) = collect_moments([layer], lambda: layer(x, causal=False))
+    averages = (layer.weights(x, causal=False) @ x.unsqueeze(1)).transpose(0, 1).flatten(1, 2)
+    assert_close(moments.z_HDD, averages.mT @ averages / averages.shape[1], rtol=1e-5, atol=1e-5)

@@ -1,13 +1,14 @@
 """The number of concurrent runs, and their threads and GPUs."""
 
 from collections import Counter
+from dataclasses import replace
 
 import pytest
 
-from qkablate.config import Config, SweepConfig
+from qkablate.config import Config, EngineConfig, SweepConfig
 from qkablate.errors import UserError
 from qkablate.sweeps.planning.manifest import Arm, Manifest, SweepRun
-from qkablate.sweeps.planning.packing import pack
+from qkablate.sweeps.planning.packing import memory_gb_per_run, pack
 
 
 def plan_of(*threads: int | None, device: str = "cpu", runs: int = 100) -> Manifest:
@@ -131,3 +132,15 @@ def test_names_after_an_invalid_gpu_are_not_used(machine, monkeypatch):
 def test_numbered_gpu_is_rejected(device):
     with pytest.raises(UserError, match=f"device: .* give device=cuda, not {device}"):
         pack(plan_of(None, device=device), SweepConfig())
+
+
+def test_memory_of_a_translator_includes_its_encoder():
+    def bound(**shape):
+        manifest = plan_of(None)
+        (arm,) = manifest.arms.values()
+        model = replace(arm.config.model, context=512, **shape)
+        arms = {arm.name: replace(arm, config=replace(arm.config, model=model))}
+        return memory_gb_per_run(replace(manifest, arms=arms), EngineConfig())
+
+    decoder, translator = bound(), bound(form="encoder_decoder")
+    assert bound(form="encoder_decoder", source=2048) > translator > decoder + 1
