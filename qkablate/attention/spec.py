@@ -23,7 +23,13 @@ class Spec:
     rank: int | None = None  # width of the score product, where a circuit lets it vary
     groups: int | None = None  # number of key and value heads, where heads share them
     context: int | None = None  # longest sequence, where a circuit has a table of positions
-    source: int | None = None  # the same of the keys' stream; None: as long as the queries'
+    source: int | None = None  # the same of the keys' stream in cross-attention; None: one stream
+    causal: bool = True  # no query sees later keys
+
+    @property
+    def is_cross(self) -> bool:
+        """True if the keys are of another stream, so that no token meets itself."""
+        return self.source is not None
 
     @property
     def d_head(self) -> int:

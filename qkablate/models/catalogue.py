@@ -94,6 +94,7 @@ def make_spec(model: ModelConfig, variant: VariantConfig, site: str = "decoder")
         groups=variant.groups,
         context=source if site == "encoder" else model.context,
         source=source if site == "cross" else None,
+        causal=site == "decoder",
     )
 
 
@@ -133,7 +134,7 @@ def make_attention(
             qk,
             ov,
             norm=variant.norm,
-            mask_self=variant.mask_self,
+            mask_self=variant.mask_self and site != "cross",
             # Positions of two sequences have no distance.
             position=model.position if model.position in rotated and site != "cross" else "none",
             dropout=model.dropout,

@@ -28,6 +28,7 @@ class QK(Circuit):
 
     key_factors = 1  # number of the factors that belong to the keys
     only_diagonal_differs = False  # initial scores match standard's except for i = j
+    spread = 1.0  # what the scale divides by, so that initial scores spread as standard's
 
     def __init__(self, spec: Spec) -> None:
         super().__init__(spec)
