@@ -5,10 +5,11 @@ import itertools
 import numpy as np
 import pytest
 import torch
+import yaml
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from qkablate.config import DataConfig, ModelConfig
+from qkablate.config import DataConfig, ModelConfig, conf_dir
 from qkablate.data import IGNORE, TASKS, EvalMetrics, open_data
 from qkablate.data.tasks.base import draw_distinct, octave, octave_label
 from qkablate.errors import UserError
@@ -244,6 +245,90 @@ def test_copy_targets_are_the_source_tokens(name):
         assert tokens[marker + 1 :] == answer[:-1]
         assert examples.targets_NA[row].tolist() == answer
         assert examples.positions_NA[row].tolist() == [*range(marker, LENGTH)]
+
+
+def make_pairs(name, form, context=5, source=7):
+    config = DataConfig(source=name, tokenizer=None, cache=None, val_tokens=3200, test_tokens=640)
+    config.vocab_size, config.copy_length = 16, 5
+    source_ = source if form == "encoder_decoder" else None
+    return open_data(config, ModelConfig(form, context=context, source=source_))
+
+
+@pytest.mark.parametrize("name", ORDERS)
+def test_pairs_of_source_and_target(name):
+    """The target's inputs are a marker and the answer; the source keeps its noise."""
+    examples = draw_examples(make_pairs(name, "encoder_decoder"))
+    assert examples.sources_NS.shape == (200, 7)
+    assert examples.positions_NA is None
+    rows = zip(examples.sources_NS, examples.tokens_NT, examples.targets_NA, strict=True)
+    for source, tokens, targets in rows:
+        answer = [*ORDERS[name]([token for token in source.tolist() if token != 16])]
+        assert targets.tolist() == answer
+        assert tokens.tolist() == [17, *answer[:-1]]
+    batch = examples.batch(slice(0, 3))
+    assert [part.shape for part in batch.inputs] == [(3, 7), (3, 5)]
+    assert torch.equal(batch.inputs[0], torch.from_numpy(examples.sources_NS[:3]))
+
+
+@pytest.mark.parametrize("name", ORDERS)
+def test_an_encoder_answers_at_the_positions_of_its_source(name):
+    examples = draw_examples(make_pairs(name, "encoder"))
+    assert examples.sources_NS is None
+    assert examples.positions_NA is None
+    for tokens, targets in zip(examples.tokens_NT, examples.targets_NA, strict=True):
+        assert targets.tolist() == [*ORDERS[name](tokens.tolist())]
+    assert len(examples.batch(slice(0, 3)).inputs) == 1
+
+
+def test_forms_of_a_task_have_fingerprints_of_their_own():
+    tasks = [make_pairs("copy", form) for form in ("encoder", "encoder_decoder")]
+    tasks += [make("copy", length=10), make_pairs("copy", "encoder_decoder", source=8)]
+    assert len({task.fingerprint for task in tasks}) == len(tasks)
+
+
+@pytest.mark.parametrize(
+    ("name", "start"),
+    [("recall", "cd4a7abb"), ("copy", "71cbb47b"), ("reverse", "673275f7"), ("dyck", "b7390218")],
+)
+def test_fingerprint_of_a_decoders_task_is_stable(name, start):
+    """It is part of the ids of runs."""
+    values = yaml.safe_load((conf_dir() / "data" / f"{name}.yaml").read_text())
+    config = DataConfig(**values | {"val_tokens": 3200, "test_tokens": 640})
+    assert open_data(config, ModelConfig()).fingerprint.startswith(start)
+
+
+@pytest.mark.parametrize(("symbols", "length"), [(16, 5), (3, 8), (2, 1)])
+def test_best_guess_of_sort_is_that_of_each_position(symbols, length):
+    task = make("sort", vocab_size=symbols, copy_length=length)
+    sorted_NP = np.sort(np.random.default_rng(1).integers(symbols, size=(40_000, length)))
+    most = [np.bincount(column).max() for column in sorted_NP.T]
+    assert np.mean(most) / 40_000 == pytest.approx(task.chance, abs=0.006)
+
+
+@pytest.mark.parametrize(
+    ("form", "shape", "line"),
+    [
+        ("encoder", {"context": 6}, "model.context: 6 given, but an answer of data=copy has data."),
+        ("encoder_decoder", {"context": 4}, "copy_length=5 tokens; model.context=5"),
+        (
+            "encoder_decoder",
+            {"source": 4},
+            "model.source: 4 is shorter than the data.copy_length=5",
+        ),
+    ],
+)
+def test_pairs_of_other_lengths_are_rejected(form, shape, line):
+    with pytest.raises(UserError) as error:
+        make_pairs("copy", form, **shape)
+    assert line in str(error.value)
+    assert "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize("form", ["encoder", "encoder_decoder"])
+def test_data_without_pairs_are_rejected(form):
+    for name in ("recall", "stdlib"):
+        with pytest.raises(UserError, match="pairs of source and target"):
+            open_data(DataConfig(source=name), ModelConfig(form))
 
 
 def test_dyck_targets_close_the_innermost_bracket():
