@@ -66,17 +66,27 @@ class DiagnosticPanel:
 
     def _circuits(self, side: str) -> dict[str, list[Any]]:
         layers = [layer.module for layer in self.model.attention_layers()]
-        starts = self.starts[side]
         row: dict[str, list[Any]] = {name: [None] * len(layers) for name in circuits.MEASURES}
-        if (first_matrix := _matrix(side, layers[0])) is None:
-            return row
+        forms: dict[tuple[type, type], dict[int, Attention]] = {}
+        for number, layer in enumerate(layers):
+            forms.setdefault((type(layer.qk), type(layer.ov)), {})[number] = layer
+        for of_one_form in forms.values():
+            self._measure_circuits(side, of_one_form, row)
+        return row
+
+    def _measure_circuits(
+        self, side: str, layers: dict[int, Attention], row: dict[str, list[Any]]
+    ) -> None:
+        """Set the measures of layers of one form, given by their numbers."""
+        numbers, starts = [*layers], self.starts[side]
+        if (first_matrix := _matrix(side, layers[numbers[0]])) is None:
+            return
         # On the device of the model, except where it does not support fp64.
         device = "cpu" if self.device.type == "mps" else self.device
-        spec, factors = layers[0].qk.spec, getattr(layers[0], side).factors
+        spec, factors = layers[numbers[0]].qk.spec, getattr(layers[numbers[0]], side).factors
         size = max(1, _MAX_NUMEL // sum(t.numel() for t in vars(first_matrix).values()))
         for first in range(0, len(layers), size):
-            chunk = enumerate(layers[first : first + size], first)
-            found = {number: _matrix(side, layer) for number, layer in chunk}
+            found = {n: _matrix(side, layers[n]) for n in numbers[first : first + size]}
             matrices = {number: matrix for number, matrix in found.items() if _is_finite(matrix)}
             if not matrices:
                 continue
@@ -92,7 +102,6 @@ class DiagnosticPanel:
                 heads = () if value is None else value.cpu().split(spec.heads)
                 for number, value_H in zip(matrices, heads, strict=False):
                     row[name][number] = round_digits(value_H.tolist())
-        return row
 
     def _attention(self) -> dict[str, list[Any]]:
         row: dict[str, list[Any]] = {name: [] for name in ATTENTION_MEASURES}
