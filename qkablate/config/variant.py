@@ -32,9 +32,10 @@ def variant_sites(variant: VariantConfig, model: ModelConfig) -> tuple[str, ...]
     chosen = variant.sites.split("+")
     for site in chosen:
         if site not in known:
+            joined = ", or some joined by +" if len(known) > 1 else ""
             raise UserError(
                 f"variant.sites: '{site}' is not a site of model.form={model.form}"
-                f" (allowed: all, {', '.join(known)}){nearest_hint(site, known)}"
+                f" (allowed: all, {', '.join(known)}{joined}){nearest_hint(site, known)}"
             )
     return tuple(site for site in known if site in chosen)
 
