@@ -66,6 +66,11 @@ class Attention(nn.Module):
         super().__init__()
         assert norm in NORMS
         assert position in ("none", "alibi", "rope")
+        if spec.symmetric and not qk.can_start_symmetric:
+            raise UnsupportedCombination(
+                "variant.init=symmetric starts with W_q = W_k, and needs both in one shape; here it"
+                f" is {qk.equation}"
+            )
         # A norm removes the scale of the weights, so they get the matched initialization.
         self.qk = qk(spec if norm == "none" else dataclasses.replace(spec, init="matched"))
         self.ov = ov(spec, self.qk)
@@ -231,7 +236,7 @@ class Attention(nn.Module):
     @property
     def match(self) -> str:
         """Match of the initialization with standard's: the worst of its parts."""
-        qk = self.qk.match
+        qk = "none" if self.qk.spec.symmetric else self.qk.match  # the scores are W_k W_kᵀ
         only_masked_differ = qk == "none" and self.qk.only_diagonal_differs
         if self.mask_self and (only_masked_differ or qk == "exact"):
             qk = "spread"

@@ -20,6 +20,7 @@ class Spec:
     sigma: float = 0.02  # initial standard deviation of W_q, W_k and W_v in the standard variant
     residual: float = 1.0  # W_o is initialized at this multiple of sigma (GPT-2: 1/√(2 layers))
     init: str = "matched"  # matched: start where standard does; naive: default initialization
+    symmetric: bool = False  # W_q starts as a copy of W_k (Saponati et al., 2025)
     rank: int | None = None  # width of the score product, where a circuit lets it vary
     groups: int | None = None  # number of key and value heads, where heads share them
     context: int | None = None  # longest sequence, where a circuit has a table of positions

@@ -95,7 +95,8 @@ def resolve_variant(variant: VariantConfig, model: ModelConfig) -> VariantConfig
 def is_standard_attention(variant: VariantConfig) -> bool:
     """Return whether a layer of this variant is one of the standard variant."""
     circuits = {variant.qk, variant.ov, variant.norm}
-    return circuits == {"separate", "none"} and not variant.mask_self and variant.file is None
+    changed = variant.mask_self or variant.file is not None or variant.init == "symmetric"
+    return circuits == {"separate", "none"} and not changed
 
 
 def variant_name(variant: VariantConfig) -> str:

@@ -180,6 +180,43 @@ def test_matched_spread_of_scores(qk, norm):
         assert qk in ("shared", "no_qk", "uniform")
 
 
+@pytest.mark.parametrize("qk", QK_CIRCUITS)
+def test_symmetric_start(qk):
+    """W_q is a copy of W_k, so that B_h is exactly symmetric; other circuits have no such pair."""
+    if qk not in ("separate", "low_rank", "wide", "reassociated"):
+        with pytest.raises(UnsupportedCombination, match="needs both in one shape"):
+            initialized(qk, symmetric=True)
+        return
+    layer, usual = initialized(qk, symmetric=True, bias=True), initialized(qk, bias=True)
+    assert torch.equal(layer.qk.w_q, layer.qk.w_k)
+    assert layer.qk.w_q is not layer.qk.w_k
+    assert torch.equal(layer.qk.w_k, usual.qk.w_k)
+    b_HDD, _ = layer.qk.circuit()
+    assert torch.equal(b_HDD, b_HDD.mT)
+    assert layer.match == "none"
+    masked = initialized(qk, symmetric=True, mask_self=True).match
+    assert masked == ("spread" if layer.qk.low_rank_factors()[0].shape[-1] == K else "none")
+    weight = noise(2, 1, HEADS, T, T).tril()
+    ours, standard = (
+        descent(other, (scores(other) * weight).sum(), list(other.qk.parameters())[:2])
+        for other in (layer, usual)
+    )
+    assert ours / standard == pytest.approx(1, rel=0.07)
+
+
+def test_symmetric_start_has_the_scores_of_shared_qk():
+    symmetric, shared = initialized(symmetric=True), initialized("shared")
+    shared.qk.w_k.data.copy_(symmetric.qk.w_k.data)
+    torch.testing.assert_close(scores(symmetric), scores(shared))
+
+
+@pytest.mark.parametrize("ov", OV_CIRCUITS)
+def test_symmetric_start_changes_no_output_circuit(ov):
+    if ov != "tied":
+        symmetric, usual = initialized(ov=ov, symmetric=True), initialized(ov=ov)
+        assert all(map(torch.equal, symmetric.ov.parameters(), usual.ov.parameters()))
+
+
 @pytest.mark.parametrize("name", ["merged", "separate"])
 def test_exact_match_draws_the_tensors_of_standard(name):
     for layer in (initialized(name), initialized(ov=name)):

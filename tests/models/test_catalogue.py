@@ -103,6 +103,8 @@ def test_variant_label(given, name):
         ({"qk": "low_rank", "rank": 5, "sites": "cross"}, "low_rank_w_r5_cross"),
         ({"qk": "merged", "ov": "no_o", "sites": "encoder"}, "merged+no_o_encoder"),
         ({"sites": "cross"}, "standard"),
+        ({"sites": "encoder", "init": "symmetric"}, "standard_encoder"),
+        ({"sites": "encoder", "init": "naive"}, "standard"),
         ({"mask_self": True, "sites": "decoder"}, "separate+mask_self_decoder"),
         ({"qk": "merged", "name": "mine", "sites": "cross"}, "mine_cross"),
     ],

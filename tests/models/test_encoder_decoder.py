@@ -114,6 +114,16 @@ def test_merged_forms_are_initialized_as_standard_at_every_site(name, sites, dra
     torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-5)
 
 
+def test_symmetric_start_at_one_site():
+    """The other sites start as standard does, with the same W_k everywhere."""
+    usual, changed = translator(), translator(sites="encoder", variant={"init": "symmetric"})
+    for ours, theirs in zip(changed.attention_layers(), usual.attention_layers(), strict=True):
+        w_q, w_k = ours.module.qk.w_q, ours.module.qk.w_k
+        assert torch.equal(w_q, w_k) == (ours.site == "encoder")
+        assert torch.equal(w_q, theirs.module.qk.w_q) == (ours.site != "encoder")
+        assert torch.equal(w_k, theirs.module.qk.w_k)
+
+
 @pytest.mark.parametrize(("source", "rows"), [(6, 6), (None, 5)])
 def test_each_stack_has_a_table_of_positions(source, rows):
     model = translator(source=source)
