@@ -11,8 +11,9 @@ from tests.attention import naive
 
 def norm(x: Tensor, module: Any) -> Tensor:
     centered = x - x.mean(-1, keepdim=True)
-    scaled: Tensor = centered / (centered.square().mean(-1, keepdim=True) + 1e-5).sqrt()
-    return scaled * module.weight
+    scaled = centered / (centered.square().mean(-1, keepdim=True) + 1e-5).sqrt()
+    normed: Tensor = scaled * module.weight
+    return normed
 
 
 def after_mlp(x: Tensor, block: Any) -> Tensor:
@@ -22,9 +23,14 @@ def after_mlp(x: Tensor, block: Any) -> Tensor:
     return result
 
 
+def logits(x: Tensor, model: Any) -> Tensor:
+    found: Tensor = norm(x, model.norm) @ model.token_embedding.weight.T
+    return found
+
+
 def encoded(model: Any, tokens_BS: Tensor, table: Any, blocks: Any) -> Tensor:
     """Return the stream after the blocks of an encoder."""
-    x = model.token_embedding.weight[tokens_BS] + table.weight[: tokens_BS.shape[1]]
+    x: Tensor = model.token_embedding.weight[tokens_BS] + table.weight[: tokens_BS.shape[1]]
     for block in blocks:
         x = x + naive.attention(block.attention, norm(x, block.norm_1), None, causal=False)
         x = after_mlp(x, block)
@@ -34,17 +40,19 @@ def encoded(model: Any, tokens_BS: Tensor, table: Any, blocks: Any) -> Tensor:
 def encoder(model: Any, tokens_BT: Tensor) -> Tensor:
     """Return the logits of an encoder alone."""
     x = encoded(model, tokens_BT, model.position_embedding, model.blocks)
-    return norm(x, model.norm) @ model.token_embedding.weight.T
+    return logits(x, model)
 
 
 def encoder_decoder(model: Any, source_BS: Tensor, tokens_BT: Tensor) -> Tensor:
     """Return the logits of the target's next tokens."""
     y = encoded(model, source_BS, model.source_position_embedding, model.encoder)
     y = norm(y, model.encoder_norm)
-    embedding = model.token_embedding.weight
-    x = embedding[tokens_BT] + model.position_embedding.weight[: tokens_BT.shape[1]]
+    x = (
+        model.token_embedding.weight[tokens_BT]
+        + model.position_embedding.weight[: tokens_BT.shape[1]]
+    )
     for block in model.blocks:
         x = x + naive.attention(block.attention, norm(x, block.norm_1), None, causal=True)
         x = x + naive.attention(block.cross_attention, norm(x, block.norm_cross), y, causal=False)
         x = after_mlp(x, block)
-    return norm(x, model.norm) @ embedding.T
+    return logits(x, model)

@@ -75,7 +75,9 @@ class ArmResolver:
         )
 
     def _open_data(self, config: Config) -> Data:
-        key = run_id({"data": vars(config.data), "context": config.model.context})
+        model = config.model
+        lengths = {"form": model.form, "context": model.context, "source": model.source}
+        key = run_id({"data": vars(config.data), **lengths})
         if key not in self._data:
             check_available(config.data)
             data = open_data(config.data, config.model)

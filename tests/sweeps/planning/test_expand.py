@@ -221,6 +221,12 @@ def test_sites_are_an_axis(expand):
         assert manifest.arms[name].baseline == "standard-d16-h2"
 
 
+@pytest.mark.parametrize("axis", ["model.source=8,12", "model.form=encoder,encoder_decoder"])
+def test_models_of_other_forms_and_lengths_have_data_of_their_own(expand, axis):
+    arms = expand(*TRANSLATOR, axis).arms.values()
+    assert len({arm.facts["data_fingerprint"] for arm in arms}) == len(arms) == 2
+
+
 @pytest.mark.parametrize("sites", ["cross", "encoder,cross"])
 def test_floor_is_uniform_at_all_sites(expand, sites):
     manifest = expand(*TRANSLATOR, "variant=standard,no_q", f"variant.sites={sites}")
