@@ -28,6 +28,7 @@ from qkablate.config import keys as config_keys
 from qkablate.config.sweep import SWEEP_KEYS
 from qkablate.config.table import RENAMED
 from qkablate.errors import UserError
+from tests.cli.helpers import assert_refused
 
 # Groups of sweeps (tests/compose/test_grid.py), engines (tests/sweeps) and claims
 # (tests/analysis/claims).
@@ -350,7 +351,7 @@ def test_variant_name_describes_its_circuits(overrides, name):
         ("optim.betas=[0.9]", "optim.betas: [0.9] are not two numbers"),
         ("optim.betas=[0.9,1.0]", "optim.betas: [0.9, 1.0] are not two numbers"),
         ("optim.schedule=cosin", "'cosin' (nearest: cosine) is not one of cosine, wsd, constant"),
-        ("variant.init=matchd", "'matchd' (nearest: matched) is not one of matched, naive"),
+        ("variant.init=matchd", "'matchd' (nearest: matched) is not one of matched, naive, symm"),
         ("precision=fp8", "precision: 'fp8' is not one of auto, fp32, bf16, fp16"),
         ("device=gpu", "device: 'gpu' (nearest: cuda) is not one of auto, cpu, cuda, cuda:N, mps"),
         ("device=cuda:x", "device: 'cuda:x' (nearest: cuda:N) is not one of"),
@@ -384,6 +385,43 @@ def test_mistakes_are_reported_in_one_line(override, line):
         checked(override)
     assert line in str(error.value)
     assert "\n" not in str(error.value)
+
+
+TRANSLATOR = ["model=nano_translator", "data=reverse"]
+
+
+@pytest.mark.parametrize(
+    ("words", "line"),
+    [
+        (["variant.sites=crss"], "cross, or some joined by +) (nearest: cross)"),
+        (["variant.sites=encoder+decodr"], "variant.sites: 'decodr' is not a site of"),
+        (["variant.sites=all+cross"], "variant.sites: 'all' is not a site of"),
+        (["variant.sites=''"], "variant.sites: '' is not a site of model.form=encoder_decoder"),
+        (["model=nano", "variant.sites=cross"], "(allowed: all, decoder)"),
+        (["model=nano", "model.encoder_layers=2"], "model.encoder_layers: model.form=decoder has"),
+        (["model=nano", "model.source=8"], "model.source: model.form=decoder has none; only enc"),
+        (["model=nano_encoder", "model.source=8"], "model.source: model.form=encoder has none"),
+        (["model=nano_encoder", "model.position=alibi"], "which model.form=encoder needs; use lea"),
+        (["model.position=alibi"], "model.position: alibi does not tell what comes before from"),
+        (["variant=shared_qk_reformer", "variant.sites=cross"], "cross-attention has no self to"),
+        (
+            ["variant=no_q", "variant.init=symmetric"],
+            "variant: no_q is not supported: variant.init",
+        ),
+        (["model.attention_skip=false"], "model.attention_skip: model.form=encoder_decoder needs"),
+        (["model.context=9"], "an answer of data=reverse has data.copy_length=8 tokens"),
+        (["model.source=7"], "model.source: 7 is shorter than the data.copy_length=8 tokens"),
+        (
+            ["model.form=encodr"],
+            "'encodr' is not one of decoder, encoder, encoder_decoder (nearest",
+        ),
+        (["data=recall"], "recall has no pairs of source and target"),
+        (["data=stdlib"], "stdlib is a text for model.form=decoder"),
+    ],
+    ids=str,
+)
+def test_mistakes_in_the_form_of_the_model_are_refused(qkablate, words, line):
+    assert_refused(qkablate("train", *TRANSLATOR, "tracking.wandb=disabled", *words), line)
 
 
 @pytest.mark.parametrize("override", ["+zzz=3", "+model.d_modl=3", "model.heads=3", "optim.lr=nan"])

@@ -66,6 +66,11 @@ class Attention(nn.Module):
         super().__init__()
         assert norm in NORMS
         assert position in ("none", "alibi", "rope")
+        if spec.symmetric and not qk.can_start_symmetric:
+            raise UnsupportedCombination(
+                "variant.init=symmetric starts with W_q = W_k, and needs both in one shape; here it"
+                f" is {qk.equation}"
+            )
         # A norm removes the scale of the weights, so they get the matched initialization.
         self.qk = qk(spec if norm == "none" else dataclasses.replace(spec, init="matched"))
         self.ov = ov(spec, self.qk)
@@ -231,7 +236,7 @@ class Attention(nn.Module):
     @property
     def match(self) -> str:
         """Match of the initialization with standard's: the worst of its parts."""
-        qk = self.qk.match
+        qk = "none" if self.qk.spec.symmetric else self.qk.match  # the scores are W_k W_kᵀ
         only_masked_differ = qk == "none" and self.qk.only_diagonal_differs
         if self.mask_self and (only_masked_differ or qk == "exact"):
             qk = "spread"
@@ -245,7 +250,7 @@ class Attention(nn.Module):
 
         That of QK if both differ; 1 if no multiplier differs from 1.
         """
-        rates = sorted(self.rates("matched"), key=lambda rate: rate[0].dim() < 2)  # stable
+        rates = sorted(self.rates(), key=lambda rate: rate[0].dim() < 2)  # stable
         return next((multiplier for _, multiplier, _ in rates if multiplier != 1), 1.0)
 
     def resolve_lr(self, lr: float | str) -> float:
@@ -254,27 +259,24 @@ class Attention(nn.Module):
         words = {"matched": matched, "same": 1.0, "between": math.sqrt(matched)}
         return words[lr] if isinstance(lr, str) else float(lr)
 
-    def _lr_power(self, lr: float | str) -> float:
+    def lr_power(self, lr: float | str) -> float:
         """Return the power of all matched multipliers that makes the changed circuit's `lr`."""
         if lr == "matched":
             return 1.0
-        own, factor = self.matched_lr, self.resolve_lr(lr)
-        if own == 1:  # a layer of another variant, which has no rate of its own
-            return 1.0
-        return math.log(factor) / math.log(own) if factor != 1 else 0.0
+        factor = self.resolve_lr(lr)
+        return math.log(factor) / math.log(self.matched_lr) if factor != 1 else 0.0
 
     def lr_multipliers(self, lr: float | str = "matched") -> dict[str, float]:
         """Return the learning-rate multiplier of the matrices of each circuit."""
-        norm_scale, power = self.norm.lr_scale if self.norm else 1.0, self._lr_power(lr)
+        norm_scale, power = self.norm.lr_scale if self.norm else 1.0, self.lr_power(lr)
         own = {"qk": self.qk.lr_multiplier * norm_scale, "ov": self.ov.lr_multiplier}
         return {name: multiplier**power for name, multiplier in own.items()}
 
-    def rates(self, lr: float | str = "matched") -> Iterator[tuple[nn.Parameter, float, float]]:
+    def rates(self, power: float = 1.0) -> Iterator[tuple[nn.Parameter, float, float]]:
         """Yield (parameter, learning-rate multiplier, weight-decay multiplier) for all parameters.
 
-        `lr` is that of `variant.lr`. Vectors do not decay.
+        The multipliers are the matched ones to a power, that of `lr_power`. Vectors do not decay.
         """
-        power = self._lr_power(lr)
         for circuit, scale in ((self.qk, self.norm.lr_scale if self.norm else 1.0), (self.ov, 1.0)):
             for parameter in circuit.parameters():
                 if parameter.dim() >= 2:

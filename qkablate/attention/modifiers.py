@@ -31,16 +31,17 @@ class QKNorm(Circuit):
             raise UnsupportedCombination("there are no queries and keys to normalize")
         self.width, self.scale = qk.width, 1.0
         self.gain = nn.Parameter(torch.empty(spec.heads))
+        self.matched_gain = spec.score_std / qk.spread * math.sqrt(self.width)
         # Factor on the circuit's learning-rate multiplier; a naive gain moves the scores faster.
-        self.lr_scale = spec.score_std if spec.init == "naive" else 1.0
+        self.lr_scale = spec.score_std / qk.spread if spec.init == "naive" else 1.0
 
     def forward(self, q_BHTE: Tensor, k_BGSE: Tensor) -> tuple[Tensor, Tensor]:
         unit_q, unit_k = (nn.functional.normalize(t, dim=-1) for t in (q_BHTE, k_BGSE))
         return (unit_q * self.gain.view(-1, 1, 1)).type_as(q_BHTE), unit_k.type_as(k_BGSE)
 
     def adjust_init_(self) -> None:
-        spec = self.spec
-        self.gain.fill_(math.sqrt(self.width) * (1 if spec.init == "naive" else spec.score_std))
+        naive = self.spec.init == "naive"
+        self.gain.fill_(math.sqrt(self.width) if naive else self.matched_gain)
 
 
 class UnitKeys(Circuit):

@@ -20,10 +20,17 @@ class Spec:
     sigma: float = 0.02  # initial standard deviation of W_q, W_k and W_v in the standard variant
     residual: float = 1.0  # W_o is initialized at this multiple of sigma (GPT-2: 1/√(2 layers))
     init: str = "matched"  # matched: start where standard does; naive: default initialization
+    symmetric: bool = False  # W_q starts as a copy of W_k (Saponati et al., 2025)
     rank: int | None = None  # width of the score product, where a circuit lets it vary
     groups: int | None = None  # number of key and value heads, where heads share them
     context: int | None = None  # longest sequence, where a circuit has a table of positions
-    source: int | None = None  # the same of the keys' stream; None: as long as the queries'
+    source: int | None = None  # the same of the keys' stream in cross-attention; None: one stream
+    causal: bool = True  # no query sees later keys
+
+    @property
+    def is_cross(self) -> bool:
+        """True if the keys are of another stream, so that no token meets itself."""
+        return self.source is not None
 
     @property
     def d_head(self) -> int:

@@ -44,8 +44,9 @@ class VariantConfig:
     )
     init: str = training_key(
         "matched",
-        "matched: scores start as large as standard's; naive: default initialization",
-        choices=("matched", "naive"),
+        "matched: scores start as large as standard's; naive: default initialization;"
+        " symmetric: matched, but W_q = W_k at the start",
+        choices=("matched", "naive", "symmetric"),
     )
     lr: int | float | str = training_key(
         "between",

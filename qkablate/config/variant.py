@@ -32,9 +32,10 @@ def variant_sites(variant: VariantConfig, model: ModelConfig) -> tuple[str, ...]
     chosen = variant.sites.split("+")
     for site in chosen:
         if site not in known:
+            joined = ", or some joined by +" if len(known) > 1 else ""
             raise UserError(
                 f"variant.sites: '{site}' is not a site of model.form={model.form}"
-                f" (allowed: all, {', '.join(known)}){nearest_hint(site, known)}"
+                f" (allowed: all, {', '.join(known)}{joined}){nearest_hint(site, known)}"
             )
     return tuple(site for site in known if site in chosen)
 
@@ -94,7 +95,8 @@ def resolve_variant(variant: VariantConfig, model: ModelConfig) -> VariantConfig
 def is_standard_attention(variant: VariantConfig) -> bool:
     """Return whether a layer of this variant is one of the standard variant."""
     circuits = {variant.qk, variant.ov, variant.norm}
-    return circuits == {"separate", "none"} and not variant.mask_self and variant.file is None
+    changed = variant.mask_self or variant.file is not None or variant.init == "symmetric"
+    return circuits == {"separate", "none"} and not changed
 
 
 def variant_name(variant: VariantConfig) -> str:

@@ -89,11 +89,13 @@ def make_spec(model: ModelConfig, variant: VariantConfig, site: str = "decoder")
         bias=model.bias,
         sigma=GPT2_SIGMA if gpt2 else linear_sigma,
         residual=residual_writes(model, site) ** -0.5 if gpt2 else 1.0,
-        init=variant.init,
+        init="matched" if variant.init == "symmetric" else variant.init,
+        symmetric=variant.init == "symmetric",
         rank=variant.rank,
         groups=variant.groups,
         context=source if site == "encoder" else model.context,
         source=source if site == "cross" else None,
+        causal=site == "decoder",
     )
 
 
@@ -133,7 +135,7 @@ def make_attention(
             qk,
             ov,
             norm=variant.norm,
-            mask_self=variant.mask_self,
+            mask_self=variant.mask_self and site != "cross",
             # Positions of two sequences have no distance.
             position=model.position if model.position in rotated and site != "cross" else "none",
             dropout=model.dropout,

@@ -31,8 +31,9 @@ def make_optimizer(model: Model, config: Config) -> AdamW:
     circuit shrinks per step as standard's does.
     """
     multipliers: dict[nn.Parameter, tuple[float, float]] = {}
+    power = model.variant_layer().module.lr_power(config.variant.lr)  # the same at all sites
     for layer in model.attention_layers():
-        for parameter, rate, decay in layer.module.rates(config.variant.lr):
+        for parameter, rate, decay in layer.module.rates(power):
             multipliers[parameter] = rate, decay / rate
     groups: defaultdict[tuple[float, float], list[nn.Parameter]] = defaultdict(list)
     for parameter in model.parameters():

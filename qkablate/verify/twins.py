@@ -43,7 +43,7 @@ def _twins(
 
     Both have random values, and the sizes, dtype and device of `layer` except for `changes`.
     """
-    spec = dataclasses.replace(layer.qk.spec, **changes)
+    spec = dataclasses.replace(layer.qk.spec, source=None, **changes)  # self-attention
     first, second = (Attention(spec, *pair).to(layer.qk.like) for pair in ((qk, ov), twin))
     with torch.no_grad():
         for rebuilt in (first, second):

@@ -109,6 +109,8 @@ def scale(name: str, a) -> float:
         "NoK": a.length / math.sqrt(a.k),
         "NoQK": a.length**2 / math.sqrt(a.k),
     }
+    if a.cross:
+        factors["SharedQK"] = 1 / math.sqrt(a.k * (1 + 1 / a.heads))
     return factors.get(name, 1 / math.sqrt(a.k))
 
 
@@ -163,6 +165,7 @@ def facts(circuit) -> Any:
         length=spec.sigma * math.sqrt(spec.d_model),
         residual=spec.residual,
         matched=spec.init == "matched",
+        cross=spec.source is not None,
     )
 
 

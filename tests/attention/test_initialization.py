@@ -9,6 +9,7 @@ import torch
 
 from qkablate.attention import OV_CIRCUITS, QK_CIRCUITS, Attention, Spec, UnsupportedCombination
 from qkablate.config import Config, ModelConfig, VariantConfig, resolve_variant
+from qkablate.models.build import build_model
 from qkablate.models.gpt import GPT
 from qkablate.training.optimizer import make_optimizer
 
@@ -19,6 +20,12 @@ RANK = {"low_rank": 16, "collaborative": 32}
 LEARNED = [name for name in QK_CIRCUITS if name not in ("no_qk", "uniform")]
 NORMABLE = [name for name in QK_CIRCUITS if name not in ("static", "uniform")]
 INITS = ("matched", "naive")
+SOURCE = 80  # tokens
+SITES = {
+    "decoder": {},
+    "encoder": {"causal": False},
+    "cross": {"causal": False, "source": SOURCE},
+}
 
 
 def initialized(
@@ -46,20 +53,19 @@ def noise(seed: int, *shape: int) -> torch.Tensor:
 
 
 X = torch.nn.functional.layer_norm(noise(0, 1, T, D), (D,))
+Y = torch.nn.functional.layer_norm(noise(4, 1, SOURCE, D), (D,))
 OWN = torch.eye(T).bool()
 
 
 def scores(layer: Attention) -> torch.Tensor:
     """Return the scaled scores_BHTS without a mask."""
-    q, k = layer.apply_modifiers(*layer.qk(X, X))
-    found = layer.scale * q @ k.repeat_interleave(HEADS // k.shape[1], 1).mT
-    table = layer.qk.score_bias(0, T, T)
-    return found if table is None else found + table
+    return layer.scores(X, Y if layer.qk.spec.is_cross else X, causal=False)
 
 
 def spread(layer: Attention) -> float:
     """Return the standard deviation of scores between different tokens."""
-    return float(scores(layer).detach()[..., ~OWN].std())
+    s_BHTS = scores(layer).detach()
+    return float(s_BHTS.std() if layer.qk.spec.is_cross else s_BHTS[..., ~OWN].std())
 
 
 def diagonal_output(layer: Attention) -> torch.Tensor:
@@ -128,6 +134,35 @@ def test_match_of_layers(qk, other, match):
     assert initialized(qk, **other).match == match
 
 
+@pytest.mark.parametrize("qk", QK_CIRCUITS)
+def test_match_at_other_sites(qk):
+    """Without a causal mask it is the same; no token of another stream meets itself."""
+    for init in INITS:
+        causal, encoder, cross = (
+            initialized(qk, init=init, **site).match for site in SITES.values()
+        )
+        assert encoder == causal
+        differs = qk in ("shared", "no_qk") and init == "matched"
+        assert cross == ("spread" if differs else causal)
+
+
+@pytest.mark.parametrize(("qk", "heads"), [("sym_diag", D), ("shared", 1), ("no_qk", 16)])
+@pytest.mark.parametrize("norm", ["none", "qk", "unit_keys"])
+def test_spread_in_cross_attention_with_other_heads(qk, norm, heads):
+    layer = initialized(qk, norm=norm, heads=heads, **SITES["cross"])
+    assert layer.match == "spread"
+    if heads < D or norm == "none":  # in one dimension every unit vector is 1 or −1
+        assert spread(layer) == pytest.approx(STANDARD, rel=0.07)
+
+
+@pytest.mark.parametrize("norm", ["none", "qk", "unit_keys"])
+@pytest.mark.parametrize("qk", NORMABLE)
+def test_matched_spread_in_cross_attention(qk, norm):
+    layer = initialized(qk, norm=norm, **SITES["cross"])
+    assert layer.match != "none"
+    assert spread(layer) == pytest.approx(STANDARD, rel=0.05)
+
+
 @pytest.mark.parametrize("norm", ["none", "qk", "unit_keys"])
 @pytest.mark.parametrize("qk", QK_CIRCUITS)
 def test_matched_spread_of_scores(qk, norm):
@@ -143,6 +178,43 @@ def test_matched_spread_of_scores(qk, norm):
         assert abs(float(own.mean())) < 0.25 * STANDARD
     else:
         assert qk in ("shared", "no_qk", "uniform")
+
+
+@pytest.mark.parametrize("qk", QK_CIRCUITS)
+def test_symmetric_start(qk):
+    """W_q is a copy of W_k, so that B_h is exactly symmetric; other circuits have no such pair."""
+    if qk not in ("separate", "low_rank", "wide", "reassociated"):
+        with pytest.raises(UnsupportedCombination, match="needs both in one shape"):
+            initialized(qk, symmetric=True)
+        return
+    layer, usual = initialized(qk, symmetric=True, bias=True), initialized(qk, bias=True)
+    assert torch.equal(layer.qk.w_q, layer.qk.w_k)
+    assert layer.qk.w_q is not layer.qk.w_k
+    assert torch.equal(layer.qk.w_k, usual.qk.w_k)
+    b_HDD, _ = layer.qk.circuit()
+    assert torch.equal(b_HDD, b_HDD.mT)
+    assert layer.match == "none"
+    masked = initialized(qk, symmetric=True, mask_self=True).match
+    assert masked == ("spread" if layer.qk.low_rank_factors()[0].shape[-1] == K else "none")
+    weight = noise(2, 1, HEADS, T, T).tril()
+    ours, standard = (
+        descent(other, (scores(other) * weight).sum(), list(other.qk.parameters())[:2])
+        for other in (layer, usual)
+    )
+    assert ours / standard == pytest.approx(1, rel=0.07)
+
+
+def test_symmetric_start_has_the_scores_of_shared_qk():
+    symmetric, shared = initialized(symmetric=True), initialized("shared")
+    shared.qk.w_k.data.copy_(symmetric.qk.w_k.data)
+    torch.testing.assert_close(scores(symmetric), scores(shared))
+
+
+@pytest.mark.parametrize("ov", OV_CIRCUITS)
+def test_symmetric_start_changes_no_output_circuit(ov):
+    if ov != "tied":
+        symmetric, usual = initialized(ov=ov, symmetric=True), initialized(ov=ov)
+        assert all(map(torch.equal, symmetric.ov.parameters(), usual.ov.parameters()))
 
 
 @pytest.mark.parametrize("name", ["merged", "separate"])
@@ -236,12 +308,13 @@ SEEDS = (1, 2, 3)
 
 
 @functools.cache
-def qk_descent(qk: str, init: str, norm: str = "none") -> float:
-    """Return the descent of random losses of the causal scores, over several seeds."""
-    weight = noise(2, 1, HEADS, T, T).tril()
+def qk_descent(qk: str, init: str, norm: str = "none", site: str = "decoder") -> float:
+    """Return the descent of random losses of the visible scores, over several seeds."""
+    weight = noise(2, 1, HEADS, T, SOURCE if site == "cross" else T)
+    weight = weight.tril() if site == "decoder" else weight
     total = 0.0
     for seed in SEEDS:
-        layer = initialized(qk, init=init, norm=norm, seed=seed)
+        layer = initialized(qk, init=init, norm=norm, seed=seed, **SITES[site])
         parameters = list(layer.qk.parameters())
         parameters += [] if layer.norm is None else list(layer.norm.parameters())
         total += descent(layer, (scores(layer) * weight).sum(), parameters)
@@ -249,27 +322,32 @@ def qk_descent(qk: str, init: str, norm: str = "none") -> float:
 
 
 @functools.cache
-def ov_descent(ov: str, init: str, groups: int = 2) -> float:
+def ov_descent(ov: str, init: str, groups: int = 2, site: str = "decoder") -> float:
     """Return the descent of random losses of the output."""
-    weight = noise(3, 1, T, D)
-    layers = [initialized(ov=ov, init=init, seed=seed, groups=groups) for seed in SEEDS]
-    return sum(descent(a, (a(X) * weight).sum(), list(a.ov.parameters())) for a in layers)
+    weight, total, y_BSD = noise(3, 1, T, D), 0.0, Y if site == "cross" else None
+    for seed in SEEDS:
+        layer = initialized(ov=ov, init=init, seed=seed, groups=groups, **SITES[site])
+        out_BTD = layer(X, y_BSD, causal=site == "decoder")
+        total += descent(layer, (out_BTD * weight).sum(), list(layer.ov.parameters()))
+    return total
 
 
+@pytest.mark.parametrize("site", SITES)
 @pytest.mark.parametrize("norm", ["none", "qk", "unit_keys"])
 @pytest.mark.parametrize("init", INITS)
 @pytest.mark.parametrize("qk", LEARNED)
-def test_first_step_of_the_scores_matches_standard(qk, init, norm):
+def test_first_step_of_the_scores_matches_standard(qk, init, norm, site):
     """Adam's first step lowers the loss by η Σ|gradient|, for any gradient of the scores."""
     if norm == "none" or qk in NORMABLE:
-        ratio = qk_descent(qk, init, norm) / qk_descent("separate", "matched")
-        assert ratio == pytest.approx(1, rel=0.07)
+        standard = qk_descent("separate", "matched", site=site)
+        assert qk_descent(qk, init, norm, site) / standard == pytest.approx(1, rel=0.07)
 
 
+@pytest.mark.parametrize("site", SITES)
 @pytest.mark.parametrize("init", INITS)
 @pytest.mark.parametrize("ov", [ov for ov in OV_CIRCUITS if ov not in ("no_vo", "tied")])
-def test_first_step_of_the_output_matches_standard(ov, init):
-    ratio = ov_descent(ov, init) / ov_descent("separate", "matched")
+def test_first_step_of_the_output_matches_standard(ov, init, site):
+    ratio = ov_descent(ov, init, site=site) / ov_descent("separate", "matched", site=site)
     assert ratio == pytest.approx(1, rel=0.08)
 
 
@@ -343,23 +421,24 @@ def test_multipliers_invert_the_known_speed_ratios(qk, init, ratio):
 
 
 @functools.cache
-def bias_descent(qk: str, init: str) -> float:
+def bias_descent(qk: str, init: str, site: str) -> float:
     """Return the descent of the biases that add u_h · x_j to the scores, as b_q in standard."""
-    weight = noise(2, 1, HEADS, T, T)
+    weight = noise(2, 1, HEADS, T, SOURCE if site == "cross" else T)
     weight = weight - weight.mean(-1, keepdim=True)  # softmax is invariant to row shifts
     total = 0.0
     for seed in range(1, 9):
-        layer = initialized(qk, init=init, seed=seed, bias=True)
+        layer = initialized(qk, init=init, seed=seed, bias=True, **SITES[site])
         biases = [p for n, p in layer.qk.named_parameters() if n in ("b_q", "b_k", "u")]
         biases = [p for p in biases if p.dim() == 1]  # u of sym_pairwise is a matrix
         total += descent(layer, (scores(layer) * weight).sum(), biases)
     return total
 
 
+@pytest.mark.parametrize("site", ["decoder", "cross"])
 @pytest.mark.parametrize("init", INITS)
 @pytest.mark.parametrize("qk", [name for name in NORMABLE if name not in ("no_q", "no_qk")])
-def test_first_step_of_the_biases(qk, init):
-    ratio = bias_descent(qk, init) / bias_descent("separate", "matched")
+def test_first_step_of_the_biases(qk, init, site):
+    ratio = bias_descent(qk, init, site) / bias_descent("separate", "matched", site)
     assert ratio == pytest.approx(1, rel=0.12)
 
 
@@ -453,7 +532,7 @@ def test_scale_of_tied_values_does_not_depend_on_the_draws(qk, draws):
     sizes = []
     for sides in ({}, {"qk": qk, "ov": "tied"}):
         variant = resolve_variant(VariantConfig(**sides), model)
-        ((_, _, layer, _),) = GPT(model, variant, 16).init_(0).attention_layers()
+        ((_, _, layer),) = GPT(model, variant, 16).init_(0).attention_layers()
         sizes.append(float(diagonal_output(layer).std()))
     assert sizes[1] == pytest.approx(sizes[0], rel=0.15)
 
@@ -464,10 +543,32 @@ def test_naive_triangle_has_the_distribution_of_a_full_matrix(draws):
     spreads = []
     for qk in ("merged", "symmetric"):
         variant = resolve_variant(VariantConfig(qk=qk, init="naive"), model)
-        ((_, _, layer, _),) = GPT(model, variant, 16).init_(0).attention_layers()
+        ((_, _, layer),) = GPT(model, variant, 16).init_(0).attention_layers()
         spreads.append(spread(layer))
     # torch's default depends on the d rows of a matrix and not on its h·d columns.
     assert spreads[1] == pytest.approx(spreads[0], rel=0.1)
+
+
+def test_every_site_has_its_own_matched_rate():
+    """A number of variant.lr is that of the first site; the others follow in proportion."""
+    config = ModelConfig("encoder_decoder", layers=1, d_model=32, heads=4, context=8, source=12)
+    rates = {}
+    for lr in ("matched", "same", "between", 0.3):
+        variant = resolve_variant(VariantConfig(qk="static", lr=lr), config)
+        model = build_model(config, variant, 16).init_(0)
+        optimizer = make_optimizer(model, Config(model=config, variant=variant, device="cpu"))
+        rate = {id(p): g["lr_multiplier"] for g in optimizer.param_groups for p in g["params"]}
+        layers = model.attention_layers()
+        assert [layer.site for layer in layers] == ["encoder", "decoder", "cross"]
+        rates[lr] = [rate[id(layer.module.get_parameter("qk.table"))] for layer in layers]
+    expected = 2 * 32**2 * 0.02 * 32**0.5 / (4 * 8**0.5)  # times 1/√N of N visible scores
+    assert rates["matched"] == pytest.approx(
+        [expected / n**0.5 for n in (12 * 12, 8 * 8 / 2, 8 * 12)]
+    )
+    assert rates["same"] == [1, 1, 1]
+    assert rates["between"] == pytest.approx([rate**0.5 for rate in rates["matched"]])
+    power = math.log(0.3) / math.log(rates["matched"][0])
+    assert rates[0.3] == pytest.approx([rate**power for rate in rates["matched"]])
 
 
 @pytest.mark.parametrize("lr", ["matched", "same", 0.3])
@@ -479,7 +580,7 @@ def test_rates_reach_the_optimizer(lr):
     optimizer = make_optimizer(model, config)
     rate = {id(p): group for group in optimizer.param_groups for p in group["params"]}
     assert len(rate) == len(list(model.parameters()))
-    for _, _, layer, _ in model.attention_layers():
+    for _, _, layer in model.attention_layers():
         power = {"matched": 1, "same": 0}.get(lr, math.log(0.3) / math.log(layer.matched_lr))
         for parameter, multiplier, decay in layer.rates():
             group = rate[id(parameter)]

@@ -5,10 +5,11 @@ import itertools
 import numpy as np
 import pytest
 import torch
+import yaml
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from qkablate.config import DataConfig
+from qkablate.config import DataConfig, ModelConfig, conf_dir
 from qkablate.data import IGNORE, TASKS, EvalMetrics, open_data
 from qkablate.data.tasks.base import draw_distinct, octave, octave_label
 from qkablate.errors import UserError
@@ -18,10 +19,13 @@ KEYS = {
     "induction": {"vocab_size": 40, "segment": 12},
     "copy": {"vocab_size": 16, "copy_length": 5},
     "reverse": {"vocab_size": 16, "copy_length": 5},
+    "sort": {"vocab_size": 16, "copy_length": 5},
     "directed": {"vocab_size": 12, "cycle": 3},
     "dyck": {"kinds": 3, "depth": 4},
 }
 LENGTH = 32
+# Tasks that have pairs, and the order in which they repeat the source.
+ORDERS = {"copy": list, "reverse": reversed, "sort": sorted}
 
 
 def make(name, length=LENGTH, **keys):
@@ -30,7 +34,7 @@ def make(name, length=LENGTH, **keys):
     )
     for key, value in (KEYS[name] | keys).items():
         setattr(config, key, value)
-    return open_data(config, length)
+    return open_data(config, ModelConfig(context=length))
 
 
 def draw_examples(task, count=200, seed=0):
@@ -71,9 +75,12 @@ def test_shapes_and_vocabulary(name):
 @pytest.mark.parametrize("name", TASKS)
 def test_chance_is_the_accuracy_of_the_best_constant_answer(name):
     task = make(name)
-    targets = draw_examples(task, 4000).targets_NA
-    counts = np.bincount(targets[targets != IGNORE])
-    assert counts.max() / counts.sum() == pytest.approx(task.chance, abs=0.025)
+    targets_NA = draw_examples(task, 4000).targets_NA
+    # Sorted symbols have another best guess at each position.
+    columns = targets_NA.T if name == "sort" else [targets_NA.ravel()]
+    counts = [np.bincount(column[column != IGNORE]) for column in columns]
+    right = sum(int(count.max()) for count in counts) / sum(int(count.sum()) for count in counts)
+    assert right == pytest.approx(task.chance, abs=0.025)
 
 
 @pytest.mark.parametrize("name", TASKS)
@@ -226,18 +233,102 @@ def test_induction_score():
     assert metrics["accuracy/occurrence/first"] == 0
 
 
-@pytest.mark.parametrize(("name", "step"), [("copy", 1), ("reverse", -1)])
-def test_copy_targets_are_the_source_tokens(name, step):
+@pytest.mark.parametrize("name", ORDERS)
+def test_copy_targets_are_the_source_tokens(name):
     task = make(name)
     examples = draw_examples(task)
     for row, tokens in enumerate(examples.tokens_NT.tolist()):
         marker = tokens.index(17)
         source = [token for token in tokens[:marker] if token != 16]
         assert len(source) == 5
-        copied = source[::step]
-        assert tokens[marker + 1 :] == copied[:-1]
-        assert examples.targets_NA[row].tolist() == copied
+        answer = [*ORDERS[name](source)]
+        assert tokens[marker + 1 :] == answer[:-1]
+        assert examples.targets_NA[row].tolist() == answer
         assert examples.positions_NA[row].tolist() == [*range(marker, LENGTH)]
+
+
+def make_pairs(name, form, context=5, source=7):
+    config = DataConfig(source=name, tokenizer=None, cache=None, val_tokens=3200, test_tokens=640)
+    config.vocab_size, config.copy_length = 16, 5
+    source_ = source if form == "encoder_decoder" else None
+    return open_data(config, ModelConfig(form, context=context, source=source_))
+
+
+@pytest.mark.parametrize("name", ORDERS)
+def test_pairs_of_source_and_target(name):
+    """The target's inputs are a marker and the answer; the source keeps its noise."""
+    examples = draw_examples(make_pairs(name, "encoder_decoder"))
+    assert examples.sources_NS.shape == (200, 7)
+    assert examples.positions_NA is None
+    rows = zip(examples.sources_NS, examples.tokens_NT, examples.targets_NA, strict=True)
+    for source, tokens, targets in rows:
+        answer = [*ORDERS[name]([token for token in source.tolist() if token != 16])]
+        assert targets.tolist() == answer
+        assert tokens.tolist() == [17, *answer[:-1]]
+    batch = examples.batch(slice(0, 3))
+    assert [part.shape for part in batch.inputs] == [(3, 7), (3, 5)]
+    assert torch.equal(batch.inputs[0], torch.from_numpy(examples.sources_NS[:3]))
+
+
+@pytest.mark.parametrize("name", ORDERS)
+def test_an_encoder_answers_at_the_positions_of_its_source(name):
+    examples = draw_examples(make_pairs(name, "encoder"))
+    assert examples.sources_NS is None
+    assert examples.positions_NA is None
+    for tokens, targets in zip(examples.tokens_NT, examples.targets_NA, strict=True):
+        assert targets.tolist() == [*ORDERS[name](tokens.tolist())]
+    assert len(examples.batch(slice(0, 3)).inputs) == 1
+
+
+def test_forms_of_a_task_have_fingerprints_of_their_own():
+    tasks = [make_pairs("copy", form) for form in ("encoder", "encoder_decoder")]
+    tasks += [make("copy", length=10), make_pairs("copy", "encoder_decoder", source=8)]
+    assert len({task.fingerprint for task in tasks}) == len(tasks)
+
+
+@pytest.mark.parametrize(
+    ("name", "start"),
+    [("recall", "cd4a7abb"), ("copy", "71cbb47b"), ("reverse", "673275f7"), ("dyck", "b7390218")],
+)
+def test_fingerprint_of_a_decoders_task_is_stable(name, start):
+    """It is part of the ids of runs."""
+    values = yaml.safe_load((conf_dir() / "data" / f"{name}.yaml").read_text())
+    config = DataConfig(**values | {"val_tokens": 3200, "test_tokens": 640})
+    assert open_data(config, ModelConfig()).fingerprint.startswith(start)
+
+
+@pytest.mark.parametrize(("symbols", "length"), [(16, 5), (3, 8), (2, 1)])
+def test_best_guess_of_sort_is_that_of_each_position(symbols, length):
+    task = make("sort", vocab_size=symbols, copy_length=length)
+    sorted_NP = np.sort(np.random.default_rng(1).integers(symbols, size=(40_000, length)))
+    most = [np.bincount(column).max() for column in sorted_NP.T]
+    assert np.mean(most) / 40_000 == pytest.approx(task.chance, abs=0.006)
+
+
+@pytest.mark.parametrize(
+    ("form", "shape", "line"),
+    [
+        ("encoder", {"context": 6}, "model.context: 6 given, but an answer of data=copy has data."),
+        ("encoder_decoder", {"context": 4}, "copy_length=5 tokens; model.context=5"),
+        (
+            "encoder_decoder",
+            {"source": 4},
+            "model.source: 4 is shorter than the data.copy_length=5",
+        ),
+    ],
+)
+def test_pairs_of_other_lengths_are_rejected(form, shape, line):
+    with pytest.raises(UserError) as error:
+        make_pairs("copy", form, **shape)
+    assert line in str(error.value)
+    assert "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize("form", ["encoder", "encoder_decoder"])
+def test_data_without_pairs_are_rejected(form):
+    for name in ("recall", "stdlib"):
+        with pytest.raises(UserError, match="pairs of source and target"):
+            open_data(DataConfig(source=name), ModelConfig(form))
 
 
 def test_dyck_targets_close_the_innermost_bracket():
@@ -339,7 +430,7 @@ def test_symmetric_score_can_reach_the_bound():
         ("recall", 32, {"vocab_size": 10}, "data.vocab_size: 10 has fewer keys than data.pairs=6"),
         ("induction", 16, {}, "data.segment: 12 does not fit twice into model.context=16"),
         ("induction", 32, {"vocab_size": 11}, "data.segment: 12 is more than data.vocab_size=11"),
-        ("copy", 9, {}, "data.copy_length: 5 tokens and their copy do not fit"),
+        ("copy", 9, {}, "data.copy_length: 5 tokens and their answer do not fit"),
         (
             "directed",
             32,

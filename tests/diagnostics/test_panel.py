@@ -80,6 +80,27 @@ def test_every_variant_has_a_row(name):
             assert all((x > 0) != still for heads in row[part]["moved"] for x in heads)
 
 
+@pytest.mark.parametrize("name", ["merged_w", "static_scores", "merged_ov"])
+def test_layers_of_other_sites_are_measured_as_in_standard(name):
+    """Each in its own form, in the order of computation: encoder, decoder, cross."""
+    config = ModelConfig("encoder_decoder", layers=1, d_model=16, heads=4, context=12)
+    rows = {}
+    for word, sites in (("standard", "all"), (name, "encoder"), (name, "cross")):
+        variant = resolve_variant(VariantConfig(**variants()[word] | {"sites": sites}), config)
+        model = build_model(config, variant, 30).init_(1)
+        starts = model.initial_attention_layers(1)
+        rows[sites] = DiagnosticPanel(model, TOKENS, TOKENS, starts=starts).row()
+    side = "ov" if name == "merged_ov" else "qk"
+    for measure, (encoder, decoder, cross) in rows["all"][side].items():
+        assert (encoder is None) == (measure == "off_rank")
+        kept = {"encoder": [None, decoder, cross], "cross": [encoder, decoder, None]}
+        for sites, expected in kept.items():
+            found = rows[sites][side][measure]
+            for layer, values in enumerate(expected):
+                if values is not None:
+                    assert found[layer] == values, (sites, measure)
+
+
 def test_batching_of_layers_does_not_matter(monkeypatch):
     for name in ("standard", "merged_w"):
         model = moved(model_of(name))

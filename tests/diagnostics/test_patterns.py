@@ -174,7 +174,7 @@ def test_scores_and_weights_reproduce_the_output(name, position):
     assert not a_LHTS.triu(1).any()
     with torch.no_grad():
         layers = model.attention_inputs(tokens_T[None])
-        for number, ((_, _, layer, _), (x_BTD,)) in enumerate(layers):
+        for number, ((_, _, layer), (x_BTD,)) in enumerate(layers):
             v_BGTV = layer.ov.values(x_BTD, layer.qk.keys(x_BTD))
             v_BHTV = v_BGTV.repeat_interleave(4 // v_BGTV.shape[1], 1)
             written = layer.ov.write(a_LHTS[number][None] @ v_BHTV)
@@ -184,7 +184,7 @@ def test_scores_and_weights_reproduce_the_output(name, position):
 def test_attention_inputs_are_what_the_layers_read():
     model = GPT(MODEL, resolve_variant(VariantConfig(), MODEL), 20).init_(1).eval()
     seen = []
-    for _, _, layer, _ in model.attention_layers():
+    for _, _, layer in model.attention_layers():
         layer.register_forward_pre_hook(lambda _, inputs: seen.append(inputs[0]))
     tokens_BT = torch.arange(24).view(2, 12) % 20
     model(tokens_BT)

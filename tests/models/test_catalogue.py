@@ -9,6 +9,7 @@ import pytest
 from qkablate.attention import OV_CIRCUITS, QK_CIRCUITS
 from qkablate.attention.modifiers import NORMS
 from qkablate.config import KEYS, Config, ModelConfig, VariantConfig, resolve_variant, variants
+from qkablate.config.variant import SITES
 from qkablate.errors import UserError
 from qkablate.models.catalogue import circuit_classes, load_file, make_attention, resolve_circuits
 
@@ -90,6 +91,43 @@ def test_files_are_named_after_their_variants(name):
 )
 def test_variant_label(given, name):
     assert resolve_variant(VariantConfig(**given), ModelConfig()).name == name
+
+
+@pytest.mark.parametrize(
+    ("given", "name"),
+    [
+        ({"qk": "merged", "sites": "cross"}, "merged_w_cross"),
+        ({"qk": "merged", "sites": "decoder+encoder"}, "merged_w_encoder_decoder"),
+        ({"qk": "merged", "sites": "cross+decoder+encoder"}, "merged_w"),
+        ({"qk": "merged", "sites": "all"}, "merged_w"),
+        ({"qk": "low_rank", "rank": 5, "sites": "cross"}, "low_rank_w_r5_cross"),
+        ({"qk": "merged", "ov": "no_o", "sites": "encoder"}, "merged+no_o_encoder"),
+        ({"sites": "cross"}, "standard"),
+        ({"sites": "encoder", "init": "symmetric"}, "standard_encoder"),
+        ({"sites": "encoder", "init": "naive"}, "standard"),
+        ({"mask_self": True, "sites": "decoder"}, "separate+mask_self_decoder"),
+        ({"qk": "merged", "name": "mine", "sites": "cross"}, "mine_cross"),
+    ],
+)
+def test_variant_label_shows_its_sites(given, name):
+    model = ModelConfig("encoder_decoder")
+    variant = resolve_variant(VariantConfig(**given), model)
+    assert variant.name == name
+    assert resolve_variant(variant, model) == variant
+
+
+def test_standard_is_the_same_at_any_site():
+    """So that it is one run, the baseline of all sites."""
+    model = ModelConfig("encoder_decoder")
+    variants_ = [resolve_variant(VariantConfig(sites=s), model) for s in ("all", "cross")]
+    assert variants_[0] == variants_[1]
+
+
+def test_self_mask_is_left_out_of_cross_attention():
+    model = ModelConfig("encoder_decoder")
+    variant = resolve_variant(VariantConfig(qk="shared", mask_self=True), model)
+    masked = [make_attention(model, variant, site).mask_self for site in SITES[model.form]]
+    assert masked == [True, True, False]
 
 
 def test_default_rank_and_groups_differ_from_standard():

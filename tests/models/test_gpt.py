@@ -19,6 +19,8 @@ from qkablate.models.cost import (
     training_flops_per_token,
 )
 from qkablate.models.gpt import GPT
+from tests.attention.random_layers import randomized
+from tests.models import reference
 
 # The catalogue, and circuits without a variant of their own.
 ALL = variants() | {
@@ -233,6 +235,23 @@ def test_dropout_is_inactive_in_eval_mode(name):
     assert not torch.equal(model(tokens), model(tokens))
     model.eval()
     assert torch.equal(model(tokens), model(tokens))
+
+
+@pytest.mark.parametrize("name", variants())
+def test_an_encoder_matches_the_reference(name):
+    """Every token sees all others; there is no other site."""
+    model = randomized(gpt(name, form="encoder", layers=1, d_model=16, context=6)).eval()
+    assert [layer.site for layer in model.attention_layers()] == ["encoder"]
+    tokens_BT = tokens_of(2, 6)
+    results = []
+    for logits in (model(tokens_BT), reference.encoder(model, tokens_BT)):
+        gradients = torch.autograd.grad(
+            logits.square().sum(), list(model.parameters()), allow_unused=True
+        )
+        unused = map(torch.zeros_like, model.parameters())
+        pairs = zip(gradients, unused, strict=True)
+        results.append([logits, *(zero if grad is None else grad for grad, zero in pairs)])
+    torch.testing.assert_close(*results, rtol=1e-9, atol=1e-9)
 
 
 def test_attention_skip_and_norm():

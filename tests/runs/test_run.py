@@ -186,6 +186,9 @@ def test_a_key_in_the_code_that_runs_is_not_kept(tmp_path, monkeypatch):
         ({"tied": True, "embedding_width": None}, True),
         ({"tied": False}, False),
         ({"embedding_width": 128}, False),
+        ({"form": "decoder", "encoder_layers": None, "source": None}, True),
+        ({"form": "encoder"}, False),
+        ({"form": "encoder_decoder"}, False),
     ],
 )
 def test_younger_keys_of_the_model_keep_the_ids_of_earlier_runs(changes, is_same):
@@ -195,4 +198,5 @@ def test_younger_keys_of_the_model_keep_the_ids_of_earlier_runs(changes, is_same
         identity(Config(model=ModelConfig(**keys)), **facts) for keys in ({}, changes)
     )
     assert (run_id(plain) == run_id(changed)) == is_same
-    assert "tied" not in plain["model"]
+    assert not {"tied", "form", "encoder_layers", "source"} & {*plain["model"]}
+    assert "sites" not in plain["variant"]

@@ -102,6 +102,26 @@ def test_stopping_at_any_check_resumes_bit_identically(
     assert_identical(run_folder(tmp_path, "calm"), run_folder(tmp_path, "rough"))
 
 
+def test_interrupted_translator_resumes_bit_identically(qkablate, tmp_path, monkeypatch):
+    """Stopped before the first checkpoint, between two, and in the final evaluation."""
+    words = [
+        *("model=nano_translator", "data=reverse", "variant=merged_w", "variant.sites=cross"),
+        *("model.layers=1", "model.d_model=32", "model.heads=2", "model.dropout=0.1"),
+        *("train.steps=12", "train.batch_size=2", "train.eval_every=6", "tracking.log_every=2"),
+        *("train.checkpoint_every=4", "data.val_tokens=64", "data.test_tokens=64"),
+        *("tracking.wandb=disabled", "threads=1"),
+    ]
+    assert qkablate("train", *words, "out=calm").code == 0
+    codes = []
+    for calls in (2, 7, 9):
+        with monkeypatch.context() as patch:
+            interrupt_after(patch, calls)
+            codes.append(qkablate("train", *words, "out=rough").code)
+    assert codes[:2] == [143, 143]
+    assert qkablate("train", *words, "out=rough").code == 0
+    assert_identical(run_folder(tmp_path, "calm"), run_folder(tmp_path, "rough"))
+
+
 @pytest.mark.slow
 def test_damaged_checkpoint_is_named_and_older_one_used(qkablate, tiny, tmp_path, monkeypatch):
     assert qkablate("train", *tiny, "out=calm").code == 0

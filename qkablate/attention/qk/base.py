@@ -26,8 +26,10 @@ class QK(Circuit):
     cached: ClassVar[str] = "k"
     no_rope_reason: ClassVar[str] = ""  # why keys and queries cannot be rotated
 
+    can_start_symmetric: ClassVar[bool] = False  # has a W_q and a W_k of one shape
     key_factors = 1  # number of the factors that belong to the keys
     only_diagonal_differs = False  # initial scores match standard's except for i = j
+    spread = 1.0  # what the scale divides by, so that initial scores spread as standard's
 
     def __init__(self, spec: Spec) -> None:
         super().__init__(spec)

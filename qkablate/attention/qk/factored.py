@@ -21,11 +21,15 @@ from qkablate.attention.tensors import (
 
 
 class SeparateQK(QK):
-    """Standard attention (Vaswani et al., 2017): B_h = W_q,h W_k,hᵀ, of rank at most d_head."""
+    """Standard attention (Vaswani et al., 2017): B_h = W_q,h W_k,hᵀ, of rank at most d_head.
+
+    Where W_q starts as a copy of W_k, the scores start as those of shared_qk.
+    """
 
     equation = "B_h = W_q W_kᵀ"
     params = "2 d²"
     source = "Vaswani et al. 2017"
+    can_start_symmetric: ClassVar[bool] = True
 
     def __init__(self, spec: Spec, width: int | None = None, key_heads: int | None = None) -> None:
         super().__init__(spec)
@@ -37,6 +41,11 @@ class SeparateQK(QK):
         # b_k only shifts rows of scores, which softmax is invariant to; GPT-2 has it.
         self.b_q = empty_bias(spec, spec.heads * self.width)
         self.b_k = empty_bias(spec, self.key_heads * self.width)
+        self.only_diagonal_differs = spec.symmetric and self.width == spec.d_head
+
+    def adjust_init_(self) -> None:
+        if self.spec.symmetric:
+            self.w_q.copy_(self.w_k)
 
     def queries(self, x_BTD: Tensor) -> Tensor:
         return map_to_heads(x_BTD, self.w_q, self.b_q, self.spec.heads)
@@ -147,6 +156,7 @@ class GroupedQK(SeparateQK):
     equation = "B_h = W_q W_k,gᵀ, g keys"
     params = "d² + d g k"
     removes = "part of W_k"
+    can_start_symmetric: ClassVar[bool] = False
     source = "Ainslie et al. 2023"
     uses: ClassVar[tuple[str, ...]] = ("groups",)
 
@@ -165,6 +175,7 @@ class FourMatrixQK(SeparateQK):
     """
 
     factors, key_factors = 4, 2
+    can_start_symmetric: ClassVar[bool] = False
     equation = "B_h = A_q W_q (A_k W_k)ᵀ"
     params = "4 d²"
     source = "question: why not four?"

@@ -17,6 +17,7 @@ class SharedQK(QK):
     Initially the score of a token with itself has mean √k σ²d; no scale of W makes it standard's
     zero while keeping the spread, so the match is `none`. A self mask removes these scores; those
     of two tokens then have √(1 + 1/h) of standard's spread, as W Wᵀ correlates with their cosine.
+    In cross-attention no token meets itself, and the scale divides by that factor.
     """
 
     match = "none"
@@ -31,6 +32,11 @@ class SharedQK(QK):
         super().__init__(spec)
         self.w_k = empty_matrix(spec.d_model, spec.heads * spec.d_head)
         self.b_k = empty_bias(spec, spec.heads * spec.d_head)
+        if spec.is_cross and spec.init == "matched" and type(self) is SharedQK:
+            self.match, self.spread = "spread", math.sqrt(1 + 1 / spec.heads)
+            self.scale /= self.spread
+            self.lr_multiplier *= self.spread
+            self.bias_lr_multiplier = self.spread
 
     def queries(self, x_BTD: Tensor) -> Tensor:
         return self.between(self.keys(x_BTD))
@@ -80,8 +86,8 @@ class SymDiag(SharedQK):
     def __init__(self, spec: Spec) -> None:
         super().__init__(spec)
         self.diagonal = nn.Parameter(torch.empty(spec.heads * spec.d_head))
-        # Signs cancel only in pairs.
-        balanced = spec.init == "matched" and spec.d_head % 2 == 0
+        # Signs cancel only in pairs, but no token of another stream meets itself.
+        balanced = spec.init == "matched" and (spec.d_head % 2 == 0 or spec.is_cross)
         self.match = "spread" if balanced else "none"
 
     def between(self, k_BHTE: Tensor) -> Tensor:

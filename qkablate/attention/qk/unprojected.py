@@ -42,7 +42,7 @@ class NoQK(_SliceQK):
     """Slices on both sides, B_h = E_h E_hᵀ, without parameters.
 
     The scale gives the scores of two different tokens standard's spread; a token scores √k times as
-    much with itself, as in shared_qk, so the match is `none`.
+    much with itself, as in shared_qk, so the match is `none` except in cross-attention.
     """
 
     match = "none"
@@ -54,6 +54,7 @@ class NoQK(_SliceQK):
         super().__init__(spec)
         self.only_diagonal_differs = spec.init == "matched"
         if spec.init == "matched":
+            self.match = "spread" if spec.is_cross else "none"
             self.scale = spec.score_std / math.sqrt(spec.d_head)
 
 
@@ -159,12 +160,13 @@ class Uniform(QK):
 
 
 class StaticScores(Uniform):
-    """A learned T × T table per head (the random Synthesizer of Tay et al., 2020).
+    """A learned table of T × S scores per head (the random Synthesizer of Tay et al., 2020).
 
     Positions attend to positions regardless of content, up to the context of the model. The table
     is initialized with standard's spread. One Adam step lowers the loss over causal scores by
     η Σ|gradient| over its T²/2 entries; matching standard's 2 d² entries takes
-    2√2 d² σ√d / (h T √k) of the learning rate.
+    2√2 d² σ√d / (h T √k) of the learning rate. Without the causal mask all entries are used:
+    2 d² σ√d / (h √(T S k)).
     """
 
     match = "spread"
@@ -179,8 +181,8 @@ class StaticScores(Uniform):
         assert spec.context is not None
         keys = spec.source or spec.context
         self.table = nn.Parameter(torch.empty(spec.heads, spec.context, keys))
-        moved = spec.heads * spec.context * math.sqrt(spec.d_head)
-        speed = 2 * math.sqrt(2) * spec.d_model**2 * spec.projection_std
+        moved = spec.heads * math.sqrt(spec.context * keys) * math.sqrt(spec.d_head)
+        speed = 2 * math.sqrt(2 if spec.causal else 1) * spec.d_model**2 * spec.projection_std
         self.lr_multiplier = speed / moved
 
     def adjust_init_(self) -> None:

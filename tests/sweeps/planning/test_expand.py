@@ -202,6 +202,46 @@ def test_every_size_has_its_own_baseline(expand):
     assert len(manifest.arms) == (2 + 1) * 2 * 2
 
 
+TRANSLATOR = ["model=nano_translator", "data=reverse", "model.context=8", "sweep.floor=true"]
+
+
+def test_sites_are_an_axis(expand):
+    """Standard is the same at all sites; the floor is uniform at all of them, once."""
+    manifest = expand(*TRANSLATOR, "variant=standard,merged_w", "variant.sites=all,cross")
+    assert {*manifest.arms} == {
+        *("standard-d16-h2", "merged_w-d16-h2", "merged_w_cross-d16-h2", "uniform-d16-h2")
+    }
+    sites = {arm.variant: arm.config.variant.sites for arm in manifest.arms.values()}
+    assert sites == {
+        **{"standard": "all", "uniform": "all"},
+        **{"merged_w": "all", "merged_w_cross": "cross"},
+    }
+    assert len({run.id for run in manifest.runs}) == 4
+    for name in ("merged_w-d16-h2", "merged_w_cross-d16-h2"):
+        assert manifest.arms[name].baseline == "standard-d16-h2"
+
+
+@pytest.mark.parametrize("axis", ["model.source=8,12", "model.form=encoder,encoder_decoder"])
+def test_models_of_other_forms_and_lengths_have_data_of_their_own(expand, axis):
+    arms = expand(*TRANSLATOR, axis).arms.values()
+    assert len({arm.facts["data_fingerprint"] for arm in arms}) == len(arms) == 2
+
+
+@pytest.mark.parametrize("sites", ["cross", "encoder,cross"])
+def test_floor_is_uniform_at_all_sites(expand, sites):
+    manifest = expand(*TRANSLATOR, "variant=standard,no_q", f"variant.sites={sites}")
+    floors = [arm for arm in manifest.arms.values() if "uniform" in arm.name]
+    assert [(floor.variant, floor.config.variant.sites) for floor in floors] == [("uniform", "all")]
+
+
+def test_sites_alone_are_compared_with_standard(expand):
+    manifest = expand(*TRANSLATOR, "variant=merged_w", "variant.sites=encoder,decoder,cross")
+    assert {*manifest.arms} == {
+        *(f"merged_w_{site}-d16-h2" for site in ("encoder", "decoder", "cross")),
+        *("standard-d16-h2", "uniform-d16-h2"),
+    }
+
+
 def test_baseline_can_be_another_variant(expand):
     manifest = expand("variant=low_rank_w", "variant.rank=4,8", "sweep.baseline=no_q")
     found = [(arm.variant, arm.baseline) for arm in manifest.arms.values()]
