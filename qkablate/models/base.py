@@ -37,6 +37,14 @@ class AttentionLayer(NamedTuple):
         return self.site == "decoder"
 
 
+class Streams(NamedTuple):
+    """Inputs of an attention layer: of queries, of keys if others, and where these exist."""
+
+    x_BTD: Tensor
+    y_BSD: Tensor | None = None
+    key_mask_BS: Tensor | None = None  # false where the keys are padding
+
+
 class Model(nn.Module, ABC):
     """Base of the models. Parameters are uninitialized until `init_`.
 
@@ -61,9 +69,7 @@ class Model(nn.Module, ABC):
         """Return all attention layers in the order of computation."""
 
     @abstractmethod
-    def attention_inputs(
-        self, *inputs: Tensor
-    ) -> Iterator[tuple[AttentionLayer, tuple[Tensor, ...]]]:
+    def attention_inputs(self, *inputs: Tensor) -> Iterator[tuple[AttentionLayer, Streams]]:
         """Yield each attention layer and the streams it reads, for inspection."""
 
     @abstractmethod

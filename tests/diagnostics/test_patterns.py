@@ -174,7 +174,7 @@ def test_scores_and_weights_reproduce_the_output(name, position):
     assert not a_LHTS.triu(1).any()
     with torch.no_grad():
         layers = model.attention_inputs(tokens_T[None])
-        for number, ((_, _, layer, _), (x_BTD,)) in enumerate(layers):
+        for number, ((_, _, layer), (x_BTD, *_)) in enumerate(layers):
             v_BGTV = layer.ov.values(x_BTD, layer.qk.keys(x_BTD))
             v_BHTV = v_BGTV.repeat_interleave(4 // v_BGTV.shape[1], 1)
             written = layer.ov.write(a_LHTS[number][None] @ v_BHTV)
@@ -184,13 +184,15 @@ def test_scores_and_weights_reproduce_the_output(name, position):
 def test_attention_inputs_are_what_the_layers_read():
     model = GPT(MODEL, resolve_variant(VariantConfig(), MODEL), 20).init_(1).eval()
     seen = []
-    for _, _, layer, _ in model.attention_layers():
+    for _, _, layer in model.attention_layers():
         layer.register_forward_pre_hook(lambda _, inputs: seen.append(inputs[0]))
     tokens_BT = torch.arange(24).view(2, 12) % 20
     model(tokens_BT)
     read, seen[:] = list(seen), []
     inputs = model.attention_inputs(tokens_BT)
-    for (layer, (x_BTD,)), expected, x in zip(inputs, model.attention_layers(), read, strict=True):
+    for (layer, (x_BTD, *_)), expected, x in zip(
+        inputs, model.attention_layers(), read, strict=True
+    ):
         assert layer == expected
         assert torch.equal(x_BTD, x)
 
@@ -243,3 +245,16 @@ def test_panel_has_a_value_for_each_head_or_none():
     for measure in ROUNDING_MEASURES:
         assert [len(layer) for layer in rows["standard"][measure]] == [4, 4]
         assert rows["merged_w"][measure] == [None, None]
+
+
+def test_padding_changes_no_measure():
+    s_BHTS = normal(1, 3, 6, 6)
+    mask_BT = torch.arange(6)[None] < 4
+    padded_BHTS = s_BHTS.masked_fill(~mask_BT[:, None, None], -torch.inf)
+    measures = compute_patterns(padded_BHTS, query_mask_BT=mask_BT)
+    cut = compute_patterns(s_BHTS[..., :4, :4])
+    sink_H = measures.pop("sink")  # of the halves of the padded sequence
+    for name, value in measures.items():
+        torch.testing.assert_close(value, cut[name])
+    a_HS = padded_BHTS.softmax(-1)[0, :, 3]
+    torch.testing.assert_close(sink_H, a_HS[:, :3].amax(-1) - 1 / 4)
