@@ -453,7 +453,7 @@ def test_scale_of_tied_values_does_not_depend_on_the_draws(qk, draws):
     sizes = []
     for sides in ({}, {"qk": qk, "ov": "tied"}):
         variant = resolve_variant(VariantConfig(**sides), model)
-        ((_, _, layer, _),) = GPT(model, variant, 16).init_(0).attention_layers()
+        ((_, _, layer),) = GPT(model, variant, 16).init_(0).attention_layers()
         sizes.append(float(diagonal_output(layer).std()))
     assert sizes[1] == pytest.approx(sizes[0], rel=0.15)
 
@@ -464,7 +464,7 @@ def test_naive_triangle_has_the_distribution_of_a_full_matrix(draws):
     spreads = []
     for qk in ("merged", "symmetric"):
         variant = resolve_variant(VariantConfig(qk=qk, init="naive"), model)
-        ((_, _, layer, _),) = GPT(model, variant, 16).init_(0).attention_layers()
+        ((_, _, layer),) = GPT(model, variant, 16).init_(0).attention_layers()
         spreads.append(spread(layer))
     # torch's default depends on the d rows of a matrix and not on its h·d columns.
     assert spreads[1] == pytest.approx(spreads[0], rel=0.1)
@@ -479,7 +479,7 @@ def test_rates_reach_the_optimizer(lr):
     optimizer = make_optimizer(model, config)
     rate = {id(p): group for group in optimizer.param_groups for p in group["params"]}
     assert len(rate) == len(list(model.parameters()))
-    for _, _, layer, _ in model.attention_layers():
+    for _, _, layer in model.attention_layers():
         power = {"matched": 1, "same": 0}.get(lr, math.log(0.3) / math.log(layer.matched_lr))
         for parameter, multiplier, decay in layer.rates():
             group = rate[id(parameter)]

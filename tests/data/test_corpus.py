@@ -16,7 +16,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from qkablate.config import DataConfig
+from qkablate.config import DataConfig, ModelConfig
 from qkablate.data import IGNORE, corpus, document_store, open_data, prepare, sources, tokenizers
 from qkablate.data.corpus import open_corpus
 from qkablate.errors import UserError
@@ -541,6 +541,6 @@ def test_unusual_paths_are_rejected_or_prepared(tmp_path, cache, key, value):
 def test_corpus_shorter_than_a_window_is_rejected(tmp_path, cache):
     path = tmp_path / "a.txt"
     path.write_text("abc " * 50)
-    data = open_data(DataConfig(source="text", path=str(path), cache=cache), 64)
+    data = open_data(DataConfig(source="text", path=str(path), cache=cache), ModelConfig())
     with pytest.raises(UserError, match=r"model\.context: 64 is longer than the data: the val"):
         data.check_context(64)

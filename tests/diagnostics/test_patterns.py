@@ -174,7 +174,7 @@ def test_scores_and_weights_reproduce_the_output(name, position):
     assert not a_LHTS.triu(1).any()
     with torch.no_grad():
         layers = model.attention_inputs(tokens_T[None])
-        for number, ((_, _, layer), (x_BTD, *_)) in enumerate(layers):
+        for number, ((_, _, layer), (x_BTD,)) in enumerate(layers):
             v_BGTV = layer.ov.values(x_BTD, layer.qk.keys(x_BTD))
             v_BHTV = v_BGTV.repeat_interleave(4 // v_BGTV.shape[1], 1)
             written = layer.ov.write(a_LHTS[number][None] @ v_BHTV)
@@ -190,7 +190,7 @@ def test_attention_inputs_are_what_the_layers_read():
     model(tokens_BT)
     read, seen[:] = list(seen), []
     inputs = model.attention_inputs(tokens_BT)
-    for (layer, (x_BTD, *_)), expected, x in zip(
+    for (layer, (x_BTD,)), expected, x in zip(
         inputs, model.attention_layers(), read, strict=True
     ):
         assert layer == expected
