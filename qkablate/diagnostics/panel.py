@@ -11,7 +11,7 @@ from torch import Tensor
 
 from qkablate.attention import Attention
 from qkablate.diagnostics import circuits, patterns
-from qkablate.models.base import AttentionLayer, Model, Streams
+from qkablate.models.base import AttentionLayer, Model
 from qkablate.randomness import named_generator
 
 TOKENS = 1024  # per measurement, split into sequences
@@ -97,12 +97,13 @@ class DiagnosticPanel:
     def _attention(self) -> dict[str, list[Any]]:
         row: dict[str, list[Any]] = {name: [] for name in ATTENTION_MEASURES}
         layers: list[dict[str, Tensor | None]] = []
+        source_mask_BS = self.model.source_mask(self.inputs[0])
         for layer, streams in self._run(*self.inputs):
-            s_BHTS = patterns.attention_scores(layer, streams)
-            mask_BT = streams.key_mask_BS if layer.is_self else None
+            s_BHTS = patterns.attention_scores(layer, streams, source_mask_BS)
+            mask_BT = source_mask_BS if layer.site == "encoder" else None
             values = patterns.compute_patterns(s_BHTS, is_self=layer.is_self, query_mask_BT=mask_BT)
             if layer.is_self:
-                values |= patterns.compute_rounding(layer.module, streams.x_BTD, self.autocast)
+                values |= patterns.compute_rounding(layer.module, streams[0], self.autocast)
             layers.append(values)
         if self.repeats_BT is not None:
             for values, (layer, streams) in zip(layers, self._run(self.repeats_BT), strict=True):
@@ -115,7 +116,7 @@ class DiagnosticPanel:
                 row[name].append(None if value_H is None else round_digits(value_H.tolist()))
         return row
 
-    def _run(self, *inputs: Tensor) -> Iterator[tuple[AttentionLayer, Streams]]:
+    def _run(self, *inputs: Tensor) -> Iterator[tuple[AttentionLayer, tuple[Tensor, ...]]]:
         """Yield each attention layer and its streams, which are computed as training does."""
         steps = self.model.attention_inputs(*inputs)
         while True:

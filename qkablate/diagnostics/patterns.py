@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from qkablate.attention import Attention
-from qkablate.models.base import AttentionLayer, Model, Streams
+from qkablate.models.base import AttentionLayer, Model
 
 MEASURES = (
     *("score_std", "score_max", "entropy", "self", "first", "previous", "sink"),
@@ -144,8 +144,13 @@ def attention_weights(model: Model, tokens_T: Tensor) -> Tensor:
     return torch.stack([attention_scores(*layer)[0].softmax(-1) for layer in layers])
 
 
-def attention_scores(layer: AttentionLayer, streams: Streams) -> Tensor:
-    """Return S_BHTS in the precision of the weights, whatever that of the streams."""
-    (x_BTD, y_BSD, mask_BS), dtype = streams, layer.module.qk.like.dtype
-    y_BSD = None if y_BSD is None else y_BSD.to(dtype)
-    return layer.module.scores(x_BTD.to(dtype), y_BSD, mask_BS, causal=layer.causal)
+def attention_scores(
+    layer: AttentionLayer, inputs: tuple[Tensor, ...], source_mask_BS: Tensor | None = None
+) -> Tensor:
+    """Return S_BHTS in the precision of the weights, whatever that of the inputs.
+
+    The mask is that of a padded source, which only some layers read.
+    """
+    dtype, mask_BS = layer.module.qk.like.dtype, None if layer.causal else source_mask_BS
+    streams = (x.to(dtype) for x in inputs)
+    return layer.module.scores(*streams, key_mask_BS=mask_BS, causal=layer.causal)

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 from qkablate.attention import Attention, Cache, Draw
 from qkablate.config import ModelConfig
+from qkablate.data.batches import PAD
 from qkablate.models.catalogue import GPT2_SIGMA, residual_writes
 from qkablate.randomness import named_generator
 
@@ -37,14 +38,6 @@ class AttentionLayer(NamedTuple):
         return self.site == "decoder"
 
 
-class Streams(NamedTuple):
-    """Inputs of an attention layer: of queries, of keys if others, and where these exist."""
-
-    x_BTD: Tensor
-    y_BSD: Tensor | None = None
-    key_mask_BS: Tensor | None = None  # false where the keys are padding
-
-
 class Model(nn.Module, ABC):
     """Base of the models. Parameters are uninitialized until `init_`.
 
@@ -58,6 +51,7 @@ class Model(nn.Module, ABC):
     checkpoint_activations = False
 
     sites: tuple[str, ...]  # that carry the variant
+    padding = False  # sources may be padded
 
     @property
     @abstractmethod
@@ -69,7 +63,9 @@ class Model(nn.Module, ABC):
         """Return all attention layers in the order of computation."""
 
     @abstractmethod
-    def attention_inputs(self, *inputs: Tensor) -> Iterator[tuple[AttentionLayer, Streams]]:
+    def attention_inputs(
+        self, *inputs: Tensor
+    ) -> Iterator[tuple[AttentionLayer, tuple[Tensor, ...]]]:
         """Yield each attention layer and the streams it reads, for inspection."""
 
     @abstractmethod
@@ -95,6 +91,13 @@ class Model(nn.Module, ABC):
     def input_lengths(self) -> tuple[int, ...]:
         """Return the longest sequence of each input."""
         return (self.config.context,)
+
+    def source_mask(self, source_BS: Tensor) -> Tensor | None:
+        """Return where a source is no padding; None where no source has any.
+
+        These are the keys of the layers of an encoder and of cross-attention.
+        """
+        return source_BS != PAD if self.padding else None
 
     def variant_layer(self) -> AttentionLayer:
         """Return the first attention layer that carries the variant."""

@@ -14,7 +14,7 @@ from qkablate.attention import Cache
 from qkablate.attention.kernels.dispatch import KernelOptions
 from qkablate.attention.kernels.matmul import linear
 from qkablate.config import ModelConfig, VariantConfig
-from qkablate.models.base import AttentionLayer, Streams
+from qkablate.models.base import AttentionLayer
 from qkablate.models.catalogue import encoder_layers, make_attention
 from qkablate.models.gpt import GPT, Block, empty_embedding, make_norm
 
@@ -47,11 +47,15 @@ class EncoderDecoder(GPT):
     def input_lengths(self) -> tuple[int, ...]:
         return (self.config.source or self.config.context, self.config.context)
 
-    def encode(self, source_BS: Tensor) -> tuple[Tensor, Tensor | None]:
-        """Return the encoder's output, y_BSD, and where it is no padding; None: everywhere."""
-        x_BSD, key_mask_BS = self._embed_source(source_BS, self.source_position_embedding)
-        y_BSD: Tensor = self.encoder_norm(self._run(self.encoder, x_BSD, key_mask_BS=key_mask_BS))
-        return y_BSD, key_mask_BS
+    def encode(self, source_BS: Tensor) -> Tensor:
+        """Return the encoder's output, y_BSD."""
+        x_BSD, mask_BS = self._embed_source(source_BS), self.source_mask(source_BS)
+        y_BSD: Tensor = self.encoder_norm(self._run(self.encoder, x_BSD, key_mask_BS=mask_BS))
+        return y_BSD
+
+    def _embed_source(self, source_BS: Tensor) -> Tensor:
+        table, mask_BS = self.source_position_embedding, self.source_mask(source_BS)
+        return self._embed(source_BS, table=table, key_mask_BS=mask_BS)
 
     def forward(  # type: ignore[override]
         self, source_BS: Tensor, tokens_BT: Tensor, caches: list[Cache] | None = None
@@ -62,16 +66,21 @@ class EncoderDecoder(GPT):
     def hidden(  # type: ignore[override]
         self, source_BS: Tensor, tokens_BT: Tensor, caches: list[Cache] | None = None
     ) -> Tensor:
-        return self.decode(*self.encode(source_BS), tokens_BT, caches)
+        mask_BS = self.source_mask(source_BS)
+        return self.decode(self.encode(source_BS), tokens_BT, caches, key_mask_BS=mask_BS)
 
     def decode(
         self,
         y_BSD: Tensor,
-        key_mask_BS: Tensor | None,
         tokens_BT: Tensor,
         caches: list[Cache] | None = None,
+        *,
+        key_mask_BS: Tensor | None = None,
     ) -> Tensor:
-        """Return the input of the output projection for a source that is encoded already."""
+        """Return the input of the output projection for a source that is encoded already.
+
+        The mask is that of the source, where it is padded.
+        """
         x_BTD = self._embed(tokens_BT, caches[0].length if caches else 0)
         return self._to_output(self._run(self.blocks, x_BTD, caches, y_BSD, key_mask_BS))
 
@@ -87,19 +96,20 @@ class EncoderDecoder(GPT):
             layers.append(AttentionLayer(name, "cross", block.cross_attention))
         return layers
 
-    def attention_inputs(self, *inputs: Tensor) -> Iterator[tuple[AttentionLayer, Streams]]:
+    def attention_inputs(
+        self, *inputs: Tensor
+    ) -> Iterator[tuple[AttentionLayer, tuple[Tensor, ...]]]:
         source_BS, tokens_BT = inputs
         layers = iter(self.attention_layers())
-        x_BSD, mask_BS = self._embed_source(source_BS, self.source_position_embedding)
+        x_BSD, mask_BS = self._embed_source(source_BS), self.source_mask(source_BS)
         for block in _blocks(self.encoder):
-            yield next(layers), Streams(block.norm_1(x_BSD), key_mask_BS=mask_BS)
-            x_BSD = block(x_BSD, None, None, mask_BS)
+            yield next(layers), (block.norm_1(x_BSD),)
+            x_BSD = block(x_BSD, key_mask_BS=mask_BS)
         y_BSD, x_BTD = self.encoder_norm(x_BSD), self._embed(tokens_BT)
         for block in _blocks(self.blocks):
             assert block.norm_cross is not None
-            yield next(layers), Streams(block.norm_1(x_BTD))
-            read_BTD = block.norm_cross(block.attend_to_self(x_BTD))
-            yield next(layers), Streams(read_BTD, y_BSD, mask_BS)
+            yield next(layers), (block.norm_1(x_BTD),)
+            yield next(layers), (block.norm_cross(block.attend_to_self(x_BTD)), y_BSD)
             x_BTD = block(x_BTD, None, y_BSD, mask_BS)
 
     def sharding_units(self) -> list[Block]:

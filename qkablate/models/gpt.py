@@ -17,8 +17,7 @@ from qkablate.attention.kernels.dispatch import KernelOptions
 from qkablate.attention.kernels.matmul import Linear, linear
 from qkablate.config import ModelConfig, VariantConfig
 from qkablate.config.variant import variant_sites
-from qkablate.data.batches import PAD
-from qkablate.models.base import AttentionLayer, Model, Streams
+from qkablate.models.base import AttentionLayer, Model
 from qkablate.models.blocked_loss import blocked_loss, rows_per_block
 from qkablate.models.catalogue import make_attention
 
@@ -109,7 +108,7 @@ class GPT(Model):
     ) -> None:
         super().__init__()
         self.config, self.sites = config, variant_sites(variant, config)
-        self.padding = options.get("padding", False)
+        self.padding = options.get("padding", False) and config.form != "decoder"
         width = config.embedding_width or config.d_model
         self.token_embedding = empty_embedding(vocabulary, width)
         self.output_embedding = None if config.tied else empty_embedding(vocabulary, width)
@@ -142,11 +141,10 @@ class GPT(Model):
         return linear(self.hidden(tokens_BT, caches), self.output_weight)
 
     def hidden(self, tokens_BT: Tensor, caches: list[Cache] | None = None) -> Tensor:
-        if self.config.form == "encoder":
-            x_BTD, key_mask_BT = self._embed_source(tokens_BT)
-            return self._to_output(self._run(self.blocks, x_BTD, key_mask_BS=key_mask_BT))
-        x_BTD = self._embed(tokens_BT, caches[0].length if caches else 0)
-        return self._to_output(self._run(self.blocks, x_BTD, caches))
+        key_mask_BT = self.source_mask(tokens_BT)
+        first = caches[0].length if caches else 0
+        x_BTD = self._embed(tokens_BT, first, key_mask_BS=key_mask_BT)
+        return self._to_output(self._run(self.blocks, x_BTD, caches, key_mask_BS=key_mask_BT))
 
     def _run(
         self,
@@ -180,25 +178,24 @@ class GPT(Model):
         return hidden_BTD
 
     def _embed(
-        self, tokens_BT: Tensor, first: int = 0, table: nn.Embedding | None = None
+        self,
+        tokens_BT: Tensor,
+        first: int = 0,
+        table: nn.Embedding | None = None,
+        key_mask_BS: Tensor | None = None,
     ) -> Tensor:
+        if key_mask_BS is not None:
+            tokens_BT = tokens_BT.clamp(min=0)  # the padding is no token
         x_BTD: Tensor = self.token_embedding(tokens_BT)
         if self.embedding_up is not None:
             x_BTD = self.embedding_up(x_BTD)
         table = table or self.position_embedding
         if table is not None:
             x_BTD = x_BTD + table.weight[first : first + tokens_BT.shape[1]]
+        if key_mask_BS is not None:
+            x_BTD = x_BTD.masked_fill(~key_mask_BS[..., None], 0)
         x_BTD = self.dropout(x_BTD)
         return x_BTD
-
-    def _embed_source(
-        self, source_BS: Tensor, table: nn.Embedding | None = None
-    ) -> tuple[Tensor, Tensor | None]:
-        """Return the stream of a source, and where it is no padding; None where none has any."""
-        if not self.padding:
-            return self._embed(source_BS, table=table), None
-        x_BSD, key_mask_BS = self._embed(source_BS.clamp(min=0), table=table), source_BS != PAD
-        return x_BSD.masked_fill(~key_mask_BS[..., None], 0), key_mask_BS
 
     def embedding_maps(self) -> list[Linear]:
         """Return the maps to d_model and back; the transpose of a single one is the other."""
@@ -215,16 +212,15 @@ class GPT(Model):
         layers = enumerate(block.attention for block in self.sharding_units())
         return [AttentionLayer(f"blocks.{i}.attention", site, layer) for i, layer in layers]
 
-    def attention_inputs(self, *inputs: Tensor) -> Iterator[tuple[AttentionLayer, Streams]]:
-        blocks, key_mask_BT = self.sharding_units(), None
-        if self.config.form == "encoder":
-            x_BTD, key_mask_BT = self._embed_source(inputs[0])
-        else:
-            x_BTD = self._embed(inputs[0])
+    def attention_inputs(
+        self, *inputs: Tensor
+    ) -> Iterator[tuple[AttentionLayer, tuple[Tensor, ...]]]:
+        key_mask_BT, blocks = self.source_mask(inputs[0]), self.sharding_units()
+        x_BTD = self._embed(inputs[0], key_mask_BS=key_mask_BT)
         for layer, block in zip(self.attention_layers(), blocks, strict=True):
-            yield layer, Streams(block.norm_1(x_BTD), key_mask_BS=key_mask_BT)
+            yield layer, (block.norm_1(x_BTD),)
             if block is not blocks[-1]:
-                x_BTD = block(x_BTD, None, None, key_mask_BT)
+                x_BTD = block(x_BTD, key_mask_BS=key_mask_BT)
 
     def sharding_units(self) -> list[Block]:
         return [block for block in self.blocks if isinstance(block, Block)]

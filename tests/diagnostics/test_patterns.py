@@ -190,9 +190,7 @@ def test_attention_inputs_are_what_the_layers_read():
     model(tokens_BT)
     read, seen[:] = list(seen), []
     inputs = model.attention_inputs(tokens_BT)
-    for (layer, (x_BTD,)), expected, x in zip(
-        inputs, model.attention_layers(), read, strict=True
-    ):
+    for (layer, (x_BTD,)), expected, x in zip(inputs, model.attention_layers(), read, strict=True):
         assert layer == expected
         assert torch.equal(x_BTD, x)
 

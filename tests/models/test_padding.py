@@ -71,8 +71,8 @@ def test_model_without_padding_uses_no_mask():
     inputs, targets_BT = draw("encoder_decoder")
     full = (inputs[0][:1], inputs[1][:1])
     plain, padded = (make("encoder_decoder", padding=p) for p in (False, True))
-    assert plain.encode(full[0])[1] is None
-    assert padded.encode(full[0])[1].all()
+    assert plain.source_mask(full[0]) is None
+    assert padded.source_mask(full[0]).all()
     torch.testing.assert_close(*(m.loss(*full, targets_BT[:1]) for m in (plain, padded)))
 
 
