@@ -152,5 +152,5 @@ def attention_scores(
     The mask is that of a padded source, which only some layers read.
     """
     dtype, mask_BS = layer.module.qk.like.dtype, None if layer.causal else source_mask_BS
-    streams = (x.to(dtype) for x in inputs)
-    return layer.module.scores(*streams, key_mask_BS=mask_BS, causal=layer.causal)
+    x_BTD, y_BSD = inputs[0].to(dtype), inputs[1].to(dtype) if len(inputs) == 2 else None
+    return layer.module.scores(x_BTD, y_BSD, mask_BS, causal=layer.causal)

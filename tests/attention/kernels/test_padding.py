@@ -68,7 +68,7 @@ def test_padding_changes_neither_outputs_nor_gradients(kernel, groups, value_gro
 
 @pytest.mark.parametrize("kernel", KERNELS)
 def test_query_that_sees_only_padding_gets_finite_numbers(kernel):
-    """As at the beginning of a sequence that is padded on the left."""
+    """A sequence that is padded on the left begins so."""
     q, k, v = draw(kernel, 2, 2, torch.float32)
     mask_BS = (torch.arange(5) > 2).expand(3, -1)
     out = attend(q, k, v, scale=0.3, causal=True, kernel=kernel, key_mask_BS=mask_BS)
@@ -79,7 +79,7 @@ def test_query_that_sees_only_padding_gets_finite_numbers(kernel):
 @pytest.mark.parametrize("kernel", KERNELS)
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
 def test_padding_gets_no_weight_under_autocast(kernel, dtype):
-    """fp32 tensors, of which a kernel makes 16 bits."""
+    """The kernels round fp32 tensors to 16 bits."""
     q, k, v = draw(kernel, 2, 2, torch.float32)
     with torch.autocast("cpu", dtype):
         out, other = (
