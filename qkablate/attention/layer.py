@@ -62,6 +62,7 @@ class Attention(nn.Module):
         half: bool = False,
         dropout: float = 0.0,
         kernel: str = "auto",
+        padding: bool = False,
     ) -> None:
         super().__init__()
         assert norm in NORMS
@@ -91,7 +92,7 @@ class Attention(nn.Module):
             device=device,
             half=half,
             dropout=dropout,
-            score_bias=mask_self or position == "alibi" or learned_bias,
+            score_bias=mask_self or position == "alibi" or learned_bias or padding,
             learned_bias=learned_bias,
             context=spec.context or 0,
         )
@@ -105,13 +106,16 @@ class Attention(nn.Module):
         y_BSD: Tensor | None = None,
         causal: bool = True,
         cache: Cache | None = None,
+        key_mask_BS: Tensor | None = None,
     ) -> Tensor:
         """Return what the layer adds to the stream x.
 
         With a cache, x holds the positions that follow those in it, whose keys and values it gives.
+        Where the mask is false, y (x, without a y) is padding, which changes no other position.
         """
+        assert cache is None or key_mask_BS is None
         is_self, first, kernel = y_BSD is None, 0, self.kernel
-        y_BSD = x_BTD if y_BSD is None else y_BSD
+        x_BTD, y_BSD = _streams(x_BTD, y_BSD, key_mask_BS)
         q_BHTE, k_BGSE = self.qk(x_BTD, y_BSD)
         if cache is None:
             v_BGSV = self.ov.values(y_BSD, k_BGSE)
@@ -128,7 +132,8 @@ class Attention(nn.Module):
             scale=self.scale,
             causal=causal and first == 0,
             kernel=kernel,
-            bias=self._score_bias(q_BHTE, first, v_BGSV.shape[2], causal, is_self),
+            bias=self._score_bias(q_BHTE, first, v_BGSV.shape[2], causal, is_self, key_mask_BS),
+            key_mask_BS=key_mask_BS,
             dropout=self.dropout if self.training else 0.0,
         )
         return self.ov.write(o_BHTV)
@@ -143,34 +148,65 @@ class Attention(nn.Module):
             q_BHTE, k_BGSE = rotate(q_BHTE, first), rotate(k_BGSE)
         return q_BHTE, k_BGSE
 
-    def weights(self, x_BTD: Tensor, y_BSD: Tensor | None = None, *, causal: bool = True) -> Tensor:
+    def weights(
+        self,
+        x_BTD: Tensor,
+        y_BSD: Tensor | None = None,
+        key_mask_BS: Tensor | None = None,
+        *,
+        causal: bool = True,
+    ) -> Tensor:
         """Return the attention weights A_BHTS, for inspection."""
-        q_BHTE, k_BGSE, bias = self._score_inputs(x_BTD, y_BSD, causal)
+        q_BHTE, k_BGSE, bias = self._score_inputs(x_BTD, y_BSD, causal, key_mask_BS)
         v_B1SS = torch.eye(k_BGSE.shape[2]).to(x_BTD).expand(len(k_BGSE), 1, -1, -1)
         kernel, scale = "static" if self.kernel == "static" else "folded", self.scale
-        return attend(q_BHTE, k_BGSE, v_B1SS, scale=scale, causal=causal, kernel=kernel, bias=bias)
+        return attend(
+            q_BHTE,
+            k_BGSE,
+            v_B1SS,
+            scale=scale,
+            causal=causal,
+            kernel=kernel,
+            bias=bias,
+            key_mask_BS=key_mask_BS,
+        )
 
-    def scores(self, x_BTD: Tensor, y_BSD: Tensor | None = None, *, causal: bool = True) -> Tensor:
+    def scores(
+        self,
+        x_BTD: Tensor,
+        y_BSD: Tensor | None = None,
+        key_mask_BS: Tensor | None = None,
+        *,
+        causal: bool = True,
+    ) -> Tensor:
         """Return the input of the softmax, S_BHTS, −∞ where masked, for inspection."""
-        q_BHTE, k_BGSE, bias = self._score_inputs(x_BTD, y_BSD, causal)
+        q_BHTE, k_BGSE, bias = self._score_inputs(x_BTD, y_BSD, causal, key_mask_BS)
         k_BHSE = k_BGSE.repeat_interleave(q_BHTE.shape[1] // k_BGSE.shape[1], 1)
         s_BHTS = self.scale * (q_BHTE @ k_BHSE.mT)
         s_BHTS = s_BHTS if bias is None else s_BHTS + bias
+        if key_mask_BS is not None:
+            s_BHTS = s_BHTS.masked_fill(~key_mask_BS[:, None, None], -torch.inf)
         return s_BHTS + causal_mask(s_BHTS) if causal else s_BHTS
 
     def _score_inputs(
-        self, x_BTD: Tensor, y_BSD: Tensor | None, causal: bool
+        self, x_BTD: Tensor, y_BSD: Tensor | None, causal: bool, key_mask_BS: Tensor | None
     ) -> tuple[Tensor, Tensor, Tensor | None]:
         """Return queries, keys and the bias of their scores."""
-        keys_BSD = x_BTD if y_BSD is None else y_BSD
+        x_BTD, keys_BSD = _streams(x_BTD, y_BSD, key_mask_BS)
         q_BHTE, k_BGSE = self.apply_modifiers(*self.qk(x_BTD, keys_BSD))
-        bias = self._score_bias(q_BHTE, 0, keys_BSD.shape[1], causal, y_BSD is None)
+        bias = self._score_bias(q_BHTE, 0, keys_BSD.shape[1], causal, y_BSD is None, key_mask_BS)
         return q_BHTE, k_BGSE, bias
 
     def _score_bias(
-        self, q_BHTE: Tensor, first: int, keys: int, causal: bool, is_self: bool
+        self,
+        q_BHTE: Tensor,
+        first: int,
+        keys: int,
+        causal: bool,
+        is_self: bool,
+        key_mask_BS: Tensor | None,
     ) -> Tensor | None:
-        """Return the sum of all that is added to the scores, as HTS or TS; None for nothing."""
+        """Return what is added to the scores except for padding, as BHTS, HTS or TS, or None."""
         heads, queries = q_BHTE.shape[1:3]
         parts = [self.qk.score_bias(first, queries, keys)]
         if self.position == "alibi":
@@ -178,7 +214,11 @@ class Attention(nn.Module):
         if self.mask_self and is_self:
             # The first query sees no other token.
             keep_first = (first == 0 and causal) or keys == 1
-            parts.append(self_mask(q_BHTE, first, queries, keys, keep_first))
+            mask = self_mask(q_BHTE, first, queries, keys, keep_first)
+            if key_mask_BS is not None:  # nor does a token that is alone with padding
+                alone_B = key_mask_BS.sum(-1) == 1
+                mask = mask.masked_fill(alone_B[:, None, None, None], 0)
+            parts.append(mask)
         if causal and first:  # the queries are at the end of a longer sequence
             parts.append(causal_mask(q_BHTE.new_empty(queries, keys), first))
         biases = [part for part in parts if part is not None]
@@ -285,6 +325,16 @@ class Attention(nn.Module):
                     yield parameter, (scale * circuit.bias_lr_multiplier) ** power, 0.0
         if self.norm is not None:
             yield from ((gain, 1.0, 0.0) for gain in self.norm.parameters())
+
+
+def _streams(
+    x_BTD: Tensor, y_BSD: Tensor | None, key_mask_BS: Tensor | None
+) -> tuple[Tensor, Tensor]:
+    """Return the streams of the queries and of the keys; padding is zero, as 0 · NaN is NaN."""
+    keys_BSD = x_BTD if y_BSD is None else y_BSD
+    if key_mask_BS is not None:
+        keys_BSD = keys_BSD.masked_fill(~key_mask_BS[..., None], 0)
+    return keys_BSD if y_BSD is None else x_BTD, keys_BSD
 
 
 def self_mask(like: Tensor, first: int, queries: int, keys: int, keep_first: bool) -> Tensor:

@@ -9,7 +9,9 @@ from qkablate.errors import UserError
 TEXT_SOURCES = ("stdlib", "text", "hub")
 _HUB = ("hub",)
 _COPYING = ("copy", "reverse", "sort")
-_SOURCES = (*TEXT_SOURCES, "recall", "induction", *_COPYING, "directed", "dyck")
+PADDED_SOURCES = ("add", "commands")  # whose pairs have different lengths
+_SOURCES = (*TEXT_SOURCES, "recall", "induction", *_COPYING, "directed", "dyck", *PADDED_SOURCES)
+_OWN_VOCABULARY = ("dyck", *PADDED_SOURCES)
 HELD_OUT_SPLITS = ("val", "test")
 SPLITS = ("train", *HELD_OUT_SPLITS)
 BPE_SIZE = 8192  # where data.vocab_size is null
@@ -45,7 +47,7 @@ class DataConfig:
         None,
         "vocabulary of bpe (null: 8192) or of a task",
         bounds=(2, 2**24),
-        used_by=tuple(source for source in _SOURCES if source != "dyck"),
+        used_by=tuple(source for source in _SOURCES if source not in _OWN_VOCABULARY),
     )
     max_tokens: int | None = data_key(
         None, "tokens to train on at most", bounds=(1, BIG), used_by=TEXT_SOURCES
@@ -65,6 +67,21 @@ class DataConfig:
     kinds: int | None = data_key(None, "kinds of brackets", bounds=(1, 2**16), used_by=("dyck",))
     depth: int | None = data_key(
         None, "depth of nesting, at most", bounds=(1, 2**20), used_by=("dyck",)
+    )
+    digits: int | None = data_key(
+        None, "digits of the numbers to add, at most", bounds=(1, 2**16), used_by=("add",)
+    )
+    extra_digits: int | None = data_key(
+        None, "digits that numbers of the test split have beyond", bounds=(0, 64), used_by=("add",)
+    )
+    phrases: int | None = data_key(
+        None, "phrases of a command, at most", bounds=(1, 2**10), used_by=("commands",)
+    )
+    held_out: int | None = data_key(
+        None,
+        "combinations of verb and manner that only the test split has",
+        bounds=(0, 12),
+        used_by=("commands",),
     )
     val_tokens: int = data_key(
         65536, "tokens of the validation split, at most", bounds=(2, BIG), used_by=_SOURCES

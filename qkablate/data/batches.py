@@ -15,6 +15,9 @@ if TYPE_CHECKING:  # data is prepared and shown without importing torch
     from torch import Tensor
 
 IGNORE = -100  # a target that does not count
+# Fills sources of different lengths up to one shape. It is no token, so that it takes no place in
+# any vocabulary, and a source says where it ends without lengths or a mask beside it.
+PAD = -1
 DOCUMENT = "document"  # the slice of the answers of each document of a text
 
 

@@ -108,9 +108,11 @@ class DiagnosticPanel:
     def _attention(self) -> dict[str, list[Any]]:
         row: dict[str, list[Any]] = {name: [] for name in ATTENTION_MEASURES}
         layers: list[dict[str, Tensor | None]] = []
+        source_mask_BS = self.model.source_mask(self.inputs[0])
         for layer, streams in self._run(*self.inputs):
-            s_BHTS = patterns.attention_scores(layer, streams)
-            values = patterns.compute_patterns(s_BHTS, is_self=layer.is_self)
+            s_BHTS = patterns.attention_scores(layer, streams, source_mask_BS)
+            mask_BT = source_mask_BS if layer.site == "encoder" else None
+            values = patterns.compute_patterns(s_BHTS, is_self=layer.is_self, query_mask_BT=mask_BT)
             if layer.is_self:
                 values |= patterns.compute_rounding(layer.module, streams[0], self.autocast)
             layers.append(values)

@@ -22,11 +22,14 @@ ROUNDING_MEASURES = ("rounding", "rounding_fp64")
 ROUNDING_TOKENS = 256  # a ratio of norms needs no more, and fp64 is slow
 
 
-def compute_patterns(s_BHTS: Tensor, *, is_self: bool = True) -> dict[str, Tensor | None]:
+def compute_patterns(
+    s_BHTS: Tensor, *, is_self: bool = True, query_mask_BT: Tensor | None = None
+) -> dict[str, Tensor | None]:
     """Return the measures of scores that are −∞ where masked.
 
-    Only queries that see two positions or more are counted; NaN if there are none. Queries and
-    keys of two sequences have no own, previous or earlier position.
+    Only queries that see two positions or more are counted, and where there is a mask, those that
+    are no padding; NaN if there are none. Queries and keys of two sequences have no own, previous
+    or earlier position.
 
     score_std  standard deviation of the visible scores of a query, pooled over queries
     score_max  the largest score
@@ -37,6 +40,8 @@ def compute_patterns(s_BHTS: Tensor, *, is_self: bool = True) -> dict[str, Tenso
     sink       see `sink`
     """
     a_BHTS, visible_BHTS = s_BHTS.softmax(-1), s_BHTS != -torch.inf
+    if query_mask_BT is not None:
+        visible_BHTS = visible_BHTS & query_mask_BT[:, None, :, None]
     num_visible_BHT = visible_BHTS.sum(-1)
     counts_BHT = (num_visible_BHT > 1).to(s_BHTS.dtype)
     queries_H = counts_BHT.sum((0, 2))
@@ -50,7 +55,7 @@ def compute_patterns(s_BHTS: Tensor, *, is_self: bool = True) -> dict[str, Tenso
     freedom_H = (num_visible_BHT - 1).clamp(min=0).sum((0, 2))
     found: dict[str, Tensor | None] = {
         "score_std": (square_BHTS.sum((0, 2, 3)) / freedom_H).sqrt(),
-        "score_max": s_BHTS.amax((0, 2, 3)),
+        "score_max": s_BHTS.where(visible_BHTS, -torch.inf).amax((0, 2, 3)),
         "entropy": mean(torch.special.entr(a_BHTS).sum(-1)),
         "first": mean(a_BHTS[..., 0]),
     }
@@ -66,14 +71,18 @@ def sink(a_BHTS: Tensor, num_visible_BHT: Tensor) -> Tensor:
 
     The sink is the position of the first half that gets the most weight from the queries of the
     second half, on average. 0 is uniform attention, near 1 all weight is on one position, and below
-    0 the first half gets less than its share.
+    0 the first half gets less than its share. Queries that see nothing are not counted, nor
+    sequences without another one.
     """
     half = a_BHTS.shape[-1] // 2
     if not half:
         return a_BHTS.new_full(a_BHTS.shape[1:2], torch.nan)
-    received_BHS = a_BHTS[:, :, half:, :half].mean(2)
-    uniform_BH = (1 / num_visible_BHT[:, :, half:]).mean(2)
-    return (received_BHS.amax(-1) - uniform_BH).mean(0)
+    counts_BHT = num_visible_BHT[:, :, half:] > 0
+    queries_BH = counts_BHT.sum(2)
+    received_BHTS = a_BHTS[:, :, half:, :half].where(counts_BHT[..., None], 0.0)
+    received_BHS = received_BHTS.sum(2) / queries_BH[..., None]
+    uniform_BH = (1 / num_visible_BHT[:, :, half:]).where(counts_BHT, 0.0).sum(2) / queries_BH
+    return (received_BHS.amax(-1) - uniform_BH).nanmean(0)
 
 
 def compute_repeat_patterns(s_BHTS: Tensor) -> dict[str, Tensor]:
@@ -135,7 +144,13 @@ def attention_weights(model: Model, tokens_T: Tensor) -> Tensor:
     return torch.stack([attention_scores(*layer)[0].softmax(-1) for layer in layers])
 
 
-def attention_scores(layer: AttentionLayer, inputs: tuple[Tensor, ...]) -> Tensor:
-    """Return S_BHTS in the precision of the weights, whatever that of the inputs."""
-    dtype = layer.module.qk.like.dtype
-    return layer.module.scores(*(x.to(dtype) for x in inputs), causal=layer.causal)
+def attention_scores(
+    layer: AttentionLayer, inputs: tuple[Tensor, ...], source_mask_BS: Tensor | None = None
+) -> Tensor:
+    """Return S_BHTS in the precision of the weights, whatever that of the inputs.
+
+    The mask is that of a padded source, which only some layers read.
+    """
+    dtype, mask_BS = layer.module.qk.like.dtype, None if layer.causal else source_mask_BS
+    x_BTD, y_BSD = inputs[0].to(dtype), inputs[1].to(dtype) if len(inputs) == 2 else None
+    return layer.module.scores(x_BTD, y_BSD, mask_BS, causal=layer.causal)

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 from qkablate.attention import Attention, Cache, Draw
 from qkablate.config import ModelConfig
+from qkablate.data.batches import PAD
 from qkablate.models.catalogue import GPT2_SIGMA, residual_writes
 from qkablate.randomness import named_generator
 
@@ -55,6 +56,7 @@ class Model(nn.Module, ABC):
     checkpoint_activations = False
 
     sites: tuple[str, ...]  # that carry the variant
+    padding = False  # sources may be padded
 
     @property
     @abstractmethod
@@ -94,6 +96,13 @@ class Model(nn.Module, ABC):
     def input_lengths(self) -> tuple[int, ...]:
         """Return the longest sequence of each input."""
         return (self.config.context,)
+
+    def source_mask(self, source_BS: Tensor) -> Tensor | None:
+        """Return where a source is no padding; None where no source has any.
+
+        These are the keys of the layers of an encoder and of cross-attention.
+        """
+        return source_BS != PAD if self.padding else None
 
     def variant_layer(self) -> AttentionLayer:
         """Return the first attention layer that carries the variant."""

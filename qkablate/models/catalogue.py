@@ -129,6 +129,8 @@ def make_attention(
     qk, ov = circuit_classes(variant)
     from_file = load_file(variant.file) if variant.file is not None else None
     rotated = ("alibi", "rope")
+    if site == "decoder":  # where padding comes after all that counts
+        options["padding"] = False
     try:
         layer = Attention(
             make_spec(model, variant, site),

@@ -49,11 +49,13 @@ class EncoderDecoder(GPT):
 
     def encode(self, source_BS: Tensor) -> Tensor:
         """Return the encoder's output, y_BSD."""
-        y_BSD: Tensor = self.encoder_norm(self._run(self.encoder, self._embed_source(source_BS)))
+        x_BSD, mask_BS = self._embed_source(source_BS), self.source_mask(source_BS)
+        y_BSD: Tensor = self.encoder_norm(self._run(self.encoder, x_BSD, key_mask_BS=mask_BS))
         return y_BSD
 
     def _embed_source(self, source_BS: Tensor) -> Tensor:
-        return self._embed(source_BS, table=self.source_position_embedding)
+        table, mask_BS = self.source_position_embedding, self.source_mask(source_BS)
+        return self._embed(source_BS, table=table, key_mask_BS=mask_BS)
 
     def forward(  # type: ignore[override]
         self, source_BS: Tensor, tokens_BT: Tensor, caches: list[Cache] | None = None
@@ -64,12 +66,23 @@ class EncoderDecoder(GPT):
     def hidden(  # type: ignore[override]
         self, source_BS: Tensor, tokens_BT: Tensor, caches: list[Cache] | None = None
     ) -> Tensor:
-        return self.decode(self.encode(source_BS), tokens_BT, caches)
+        mask_BS = self.source_mask(source_BS)
+        return self.decode(self.encode(source_BS), tokens_BT, caches, key_mask_BS=mask_BS)
 
-    def decode(self, y_BSD: Tensor, tokens_BT: Tensor, caches: list[Cache] | None = None) -> Tensor:
-        """Return the input of the output projection for a source that is encoded already."""
+    def decode(
+        self,
+        y_BSD: Tensor,
+        tokens_BT: Tensor,
+        caches: list[Cache] | None = None,
+        *,
+        key_mask_BS: Tensor | None = None,
+    ) -> Tensor:
+        """Return the input of the output projection for a source that is encoded already.
+
+        The mask is that of the source, where it is padded.
+        """
         x_BTD = self._embed(tokens_BT, caches[0].length if caches else 0)
-        return self._to_output(self._run(self.blocks, x_BTD, caches, y_BSD))
+        return self._to_output(self._run(self.blocks, x_BTD, caches, y_BSD, key_mask_BS))
 
     def attention_layers(self) -> list[AttentionLayer]:
         layers = [
@@ -88,16 +101,16 @@ class EncoderDecoder(GPT):
     ) -> Iterator[tuple[AttentionLayer, tuple[Tensor, ...]]]:
         source_BS, tokens_BT = inputs
         layers = iter(self.attention_layers())
-        x_BSD = self._embed_source(source_BS)
+        x_BSD, mask_BS = self._embed_source(source_BS), self.source_mask(source_BS)
         for block in _blocks(self.encoder):
             yield next(layers), (block.norm_1(x_BSD),)
-            x_BSD = block(x_BSD)
+            x_BSD = block(x_BSD, key_mask_BS=mask_BS)
         y_BSD, x_BTD = self.encoder_norm(x_BSD), self._embed(tokens_BT)
         for block in _blocks(self.blocks):
             assert block.norm_cross is not None
             yield next(layers), (block.norm_1(x_BTD),)
             yield next(layers), (block.norm_cross(block.attend_to_self(x_BTD)), y_BSD)
-            x_BTD = block(x_BTD, None, y_BSD)
+            x_BTD = block(x_BTD, None, y_BSD, mask_BS)
 
     def sharding_units(self) -> list[Block]:
         return [*_blocks(self.encoder), *_blocks(self.blocks)]

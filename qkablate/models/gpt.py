@@ -39,7 +39,8 @@ class MLP(nn.Module):
 class Block(nn.Module):
     """Attention and MLP, each with a norm (if any) before and a residual connection around it.
 
-    A block of a decoder that reads a source has cross-attention between the two.
+    A block of a decoder that reads a source has cross-attention between the two. Padding is in the
+    source alone: the stream of a block that is not causal, or what the cross-attention reads.
     """
 
     def __init__(
@@ -62,19 +63,30 @@ class Block(nn.Module):
         self.attention_skip = config.attention_skip
 
     def forward(
-        self, x_BTD: Tensor, cache: Cache | None = None, y_BSD: Tensor | None = None
+        self,
+        x_BTD: Tensor,
+        cache: Cache | None = None,
+        y_BSD: Tensor | None = None,
+        key_mask_BS: Tensor | None = None,
     ) -> Tensor:
-        x_BTD = self.attend_to_self(x_BTD, cache)
+        x_BTD = self.attend_to_self(x_BTD, cache, key_mask_BS)
         if self.cross_attention is not None and self.norm_cross is not None:
-            read_BTD = self.cross_attention(self.norm_cross(x_BTD), y_BSD, causal=False)
+            read_BTD = self.cross_attention(
+                self.norm_cross(x_BTD), y_BSD, causal=False, key_mask_BS=key_mask_BS
+            )
             x_BTD = x_BTD + self.dropout(read_BTD)
         if self.mlp is not None and self.norm_2 is not None:
             x_BTD = x_BTD + self.dropout(self.mlp(self.norm_2(x_BTD)))
         return x_BTD
 
-    def attend_to_self(self, x_BTD: Tensor, cache: Cache | None = None) -> Tensor:
+    def attend_to_self(
+        self, x_BTD: Tensor, cache: Cache | None = None, key_mask_BS: Tensor | None = None
+    ) -> Tensor:
         """Return the stream after the self-attention."""
-        attended_BTD = self.attention(self.norm_1(x_BTD), causal=self.causal, cache=cache)
+        key_mask_BS = None if self.causal else key_mask_BS
+        attended_BTD = self.attention(
+            self.norm_1(x_BTD), causal=self.causal, cache=cache, key_mask_BS=key_mask_BS
+        )
         written_BTD: Tensor = self.dropout(attended_BTD)
         return x_BTD + written_BTD if self.attention_skip else written_BTD
 
@@ -96,6 +108,7 @@ class GPT(Model):
     ) -> None:
         super().__init__()
         self.config, self.sites = config, variant_sites(variant, config)
+        self.padding = options.get("padding", False) and config.form != "decoder"
         width = config.embedding_width or config.d_model
         self.token_embedding = empty_embedding(vocabulary, width)
         self.output_embedding = None if config.tied else empty_embedding(vocabulary, width)
@@ -128,8 +141,10 @@ class GPT(Model):
         return linear(self.hidden(tokens_BT, caches), self.output_weight)
 
     def hidden(self, tokens_BT: Tensor, caches: list[Cache] | None = None) -> Tensor:
-        x_BTD = self._embed(tokens_BT, caches[0].length if caches else 0)
-        return self._to_output(self._run(self.blocks, x_BTD, caches))
+        key_mask_BT = self.source_mask(tokens_BT)
+        first = caches[0].length if caches else 0
+        x_BTD = self._embed(tokens_BT, first, key_mask_BS=key_mask_BT)
+        return self._to_output(self._run(self.blocks, x_BTD, caches, key_mask_BS=key_mask_BT))
 
     def _run(
         self,
@@ -137,6 +152,7 @@ class GPT(Model):
         x_BTD: Tensor,
         caches: list[Cache] | None = None,
         y_BSD: Tensor | None = None,
+        key_mask_BS: Tensor | None = None,
     ) -> Tensor:
         """Return the stream after some blocks, which may attend to a source y."""
         recompute = self.checkpoint_activations and self.training and torch.is_grad_enabled()
@@ -144,10 +160,13 @@ class GPT(Model):
         for layer, block in enumerate(blocks):
             if recompute:
                 x_BTD = checkpoint(
-                    block, x_BTD, None, y_BSD, use_reentrant=False, preserve_rng_state=random
+                    block,
+                    *(x_BTD, None, y_BSD, key_mask_BS),
+                    use_reentrant=False,
+                    preserve_rng_state=random,
                 )
             else:
-                x_BTD = block(x_BTD, caches[layer] if caches else None, y_BSD)
+                x_BTD = block(x_BTD, caches[layer] if caches else None, y_BSD, key_mask_BS)
         return x_BTD
 
     def _to_output(self, x_BTD: Tensor) -> Tensor:
@@ -159,14 +178,22 @@ class GPT(Model):
         return hidden_BTD
 
     def _embed(
-        self, tokens_BT: Tensor, first: int = 0, table: nn.Embedding | None = None
+        self,
+        tokens_BT: Tensor,
+        first: int = 0,
+        table: nn.Embedding | None = None,
+        key_mask_BS: Tensor | None = None,
     ) -> Tensor:
+        if key_mask_BS is not None:
+            tokens_BT = tokens_BT.clamp(min=0)  # the padding is no token
         x_BTD: Tensor = self.token_embedding(tokens_BT)
         if self.embedding_up is not None:
             x_BTD = self.embedding_up(x_BTD)
         table = table or self.position_embedding
         if table is not None:
             x_BTD = x_BTD + table.weight[first : first + tokens_BT.shape[1]]
+        if key_mask_BS is not None:
+            x_BTD = x_BTD.masked_fill(~key_mask_BS[..., None], 0)
         x_BTD = self.dropout(x_BTD)
         return x_BTD
 
@@ -188,11 +215,12 @@ class GPT(Model):
     def attention_inputs(
         self, *inputs: Tensor
     ) -> Iterator[tuple[AttentionLayer, tuple[Tensor, ...]]]:
-        x_BTD, blocks = self._embed(inputs[0]), self.sharding_units()
+        key_mask_BT, blocks = self.source_mask(inputs[0]), self.sharding_units()
+        x_BTD = self._embed(inputs[0], key_mask_BS=key_mask_BT)
         for layer, block in zip(self.attention_layers(), blocks, strict=True):
             yield layer, (block.norm_1(x_BTD),)
             if block is not blocks[-1]:
-                x_BTD = block(x_BTD)
+                x_BTD = block(x_BTD, key_mask_BS=key_mask_BT)
 
     def sharding_units(self) -> list[Block]:
         return [block for block in self.blocks if isinstance(block, Block)]

@@ -10,6 +10,7 @@ import torch
 
 from qkablate.attention import Attention
 from qkablate.config import Config
+from qkablate.config.data import PADDED_SOURCES
 from qkablate.data import Data, open_data
 from qkablate.disk import make_folder
 from qkablate.errors import ImpossibleConfig, UserError
@@ -123,6 +124,7 @@ def build_empty_model(config: Config, vocabulary: int) -> Model:
             device=config.device.partition(":")[0],
             half=hardware.has_half_precision_flash(config),
             kernel=config.attention.kernel,
+            padding=config.data.source in PADDED_SOURCES,
         )
     model.checkpoint_activations = config.train.checkpoint_activations
     return model

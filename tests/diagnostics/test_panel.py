@@ -7,6 +7,7 @@ import pytest
 import torch
 
 from qkablate.config import ModelConfig, VariantConfig, resolve_variant, variants
+from qkablate.data.batches import PAD
 from qkablate.diagnostics import circuits, panel, patterns
 from qkablate.diagnostics.panel import DiagnosticPanel, repeat_blocks, round_digits
 from qkablate.models.build import build_model
@@ -186,3 +187,16 @@ def test_initial_layers_follow_the_seed():
         assert name != "standard" or not torch.equal(
             first.qk.w_q, model.attention_layers()[0].module.qk.w_q
         )
+
+
+def test_padding_changes_no_measure_of_attention():
+    config = ModelConfig(form="encoder", layers=2, d_model=16, heads=4, context=7)
+    variant = resolve_variant(VariantConfig(), config)
+    tokens_1S = torch.tensor([[3, 1, 4, 1, PAD, PAD, PAD]])
+    rows = []
+    for inputs in (tokens_1S, tokens_1S[:, :4]):
+        model = build_model(config, variant, 20, padding=True).init_(0)
+        rows.append(DiagnosticPanel(model, inputs, starts=()).row()["attention"])
+    for name in ("score_std", "score_max", "entropy", "self", "first", "previous"):
+        for values in zip(*(row[name] for row in rows), strict=True):
+            assert values[0] == pytest.approx(values[1], rel=1e-3)

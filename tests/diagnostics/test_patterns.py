@@ -243,3 +243,16 @@ def test_panel_has_a_value_for_each_head_or_none():
     for measure in ROUNDING_MEASURES:
         assert [len(layer) for layer in rows["standard"][measure]] == [4, 4]
         assert rows["merged_w"][measure] == [None, None]
+
+
+def test_padding_changes_no_measure():
+    s_BHTS = normal(1, 3, 6, 6)
+    mask_BT = torch.arange(6)[None] < 4
+    padded_BHTS = s_BHTS.masked_fill(~mask_BT[:, None, None], -torch.inf)
+    measures = compute_patterns(padded_BHTS, query_mask_BT=mask_BT)
+    cut = compute_patterns(s_BHTS[..., :4, :4])
+    sink_H = measures.pop("sink")  # of the halves of the padded sequence
+    for name, value in measures.items():
+        torch.testing.assert_close(value, cut[name])
+    a_HS = padded_BHTS.softmax(-1)[0, :, 3]
+    torch.testing.assert_close(sink_H, a_HS[:, :3].amax(-1) - 1 / 4)

@@ -25,13 +25,23 @@ MAX_SAVED_QUERIES = 512
 def blocked_attention(
     q_BHTE: Tensor, k_BGSE: Tensor, v_BGSV: Tensor, scale: float, causal: bool, bias: Tensor | None
 ) -> Tensor:
-    """Return softmax(scale · q kᵀ + bias) v as o_BHTV; the bias, HTS or TS, gets no gradient."""
-    kind = q_BHTE.device.type
-    half = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else q_BHTE.dtype
-    with torch.autocast(kind, enabled=False):
+    """Return softmax(scale · q kᵀ + bias) v as o_BHTV.
+
+    The bias, BHTS, HTS or TS, gets no gradient.
+    """
+    if bias is not None:
+        bias = bias.expand(*bias.shape[:-2], q_BHTE.shape[2], -1)
+    half = matmul_dtype(q_BHTE)
+    with torch.autocast(q_BHTE.device.type, enabled=False):
         inputs = (x.to(half) for x in (q_BHTE, k_BGSE, v_BGSV))
         o_BHTV: Tensor = _Blocked.apply(*inputs, scale, causal, bias)  # type: ignore[no-untyped-call]
     return o_BHTV
+
+
+def matmul_dtype(x: Tensor) -> torch.dtype:
+    """Return the type that a matmul of x is computed in, under autocast or not."""
+    kind = x.device.type
+    return torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else x.dtype
 
 
 class _Blocked(torch.autograd.Function):

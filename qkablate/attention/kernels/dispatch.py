@@ -23,7 +23,7 @@ from torch.nn import functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.functional import pad
 
-from qkablate.attention.kernels.blocked import blocked_attention, fold
+from qkablate.attention.kernels.blocked import blocked_attention, fold, matmul_dtype
 
 # Context lengths from which blocks are faster on a CPU (not measured on GPUs, where they must be
 # requested): for heads that share a wide key or value, for separate heads, for the latter in bf16.
@@ -41,6 +41,7 @@ class KernelOptions(TypedDict, total=False):
     device: str
     half: bool  # 16-bit numbers
     kernel: str  # auto: the fastest
+    padding: bool  # some of the keys may be padding
 
 
 @dataclass(frozen=True)
@@ -55,7 +56,7 @@ class Shapes:
     device: str
     half: bool  # 16-bit matmuls, on a device whose flash kernel supports them
     dropout: float
-    score_bias: bool = False  # something is added to the scores
+    score_bias: bool = False  # something is added to the scores, or keys may be padding
     learned_bias: bool = False  # and needs a gradient
     context: int = 0  # maximal number of positions
 
@@ -123,12 +124,16 @@ def attend(
     causal: bool,
     kernel: str,
     bias: Tensor | None = None,
+    key_mask_BS: Tensor | None = None,
     dropout: float = 0.0,
 ) -> Tensor:
-    """Return softmax(scale · q kᵀ + bias) v as o_BHTV; the bias is HTS or TS.
+    """Return softmax(scale · q kᵀ + bias) v as o_BHTV; the bias is BHTS, HTS or TS.
 
-    Keys and values may have fewer heads than the queries, each shared by equally many.
+    Keys and values may have fewer heads than the queries, each shared by equally many. Keys where
+    the mask is false are padding: finite numbers, which change nothing.
     """
+    if key_mask_BS is not None:
+        bias = _mask_keys(bias, key_mask_BS, q_BHTE)
     if kernel == "static":
         return _static(q_BHTE, v_BGSV, causal, bias, dropout)
     if kernel == "blocked":
@@ -136,7 +141,7 @@ def attend(
         return blocked_attention(q_BHTE, k_BGSE, v_BGSV, scale, causal, bias)
     if kernel == "folded":
         return _folded(q_BHTE, k_BGSE, v_BGSV, scale, causal, bias, dropout)
-    heads, value_width = q_BHTE.shape[1], v_BGSV.shape[-1]
+    (batch, heads, queries), value_width = q_BHTE.shape[:3], v_BGSV.shape[-1]
     k_BHSE, v_BHSV = _per_head(k_BGSE, heads), _per_head(v_BGSV, heads)
     if kernel == "flash":  # zeros change neither scores nor values
         missing = value_width - q_BHTE.shape[-1]
@@ -145,14 +150,27 @@ def attend(
         elif missing < 0:
             v_BHSV = pad(v_BHSV, (0, -missing))
     if bias is not None:
-        bias = bias + causal_mask(bias) if causal else bias
-        bias = bias.to(q_BHTE.dtype).expand(q_BHTE.shape[0], heads, -1, -1)
+        bias = bias + causal_mask(bias.expand(*bias.shape[:-2], queries, -1)) if causal else bias
+        bias = bias.to(q_BHTE.dtype).expand(batch, heads, queries, -1)
     causal = causal and bias is None
     with sdpa_kernel(_BACKENDS[kernel]):
         o_BHTV = F.scaled_dot_product_attention(
             q_BHTE, k_BHSE, v_BHSV, bias, dropout, is_causal=causal, scale=scale
         )
     return o_BHTV[..., :value_width]
+
+
+def _mask_keys(bias: Tensor | None, key_mask_BS: Tensor, like: Tensor) -> Tensor:
+    """Return the bias with a term, B11S, that leaves no weight to padding.
+
+    Half of the lowest number and not −∞, so that a query that sees nothing else has finite weights.
+    A sequence that is all padding is averaged, as one that has no padding.
+    """
+    exists_BS = key_mask_BS | ~key_mask_BS.any(-1, keepdim=True)
+    lowest = torch.finfo(matmul_dtype(like)).min / 2
+    padding_BS = like.new_zeros(exists_BS.shape).masked_fill(~exists_BS, lowest)
+    padding_B11S = padding_BS[:, None, None]
+    return padding_B11S if bias is None else bias + padding_B11S
 
 
 def causal_mask(like_TS: Tensor, first: int = 0) -> Tensor:
@@ -179,11 +197,15 @@ def _folded(
     (batch, groups, keys, _), (heads, queries) = k_BGSE.shape, q_BHTE.shape[1:3]
     per_group = heads // groups
     # baddbmm adds mask and bias and multiplies by the scale without another pass.
-    mask = q_BHTE.new_zeros(queries, keys)
+    mask = q_BHTE.new_zeros(queries if causal else 1, keys)
     mask = causal_mask(mask) if causal else mask
     mask = mask if bias is None else (mask + bias).to(q_BHTE.dtype)
-    if mask.dim() == 2:
+    if mask.shape[-2] == 1 and (mask.dim() == 2 or mask.shape[-3] == 1):  # the same for all rows
+        mask_FS = mask if mask.dim() == 2 else mask.expand(-1, groups, -1, -1).flatten(0, 1)
+    elif mask.dim() == 2:
         mask_FS = mask.repeat(per_group, 1)
+    elif mask.dim() == 4:
+        mask_FS = fold(mask.expand(batch, heads, queries, -1), batch * groups)
     elif groups == 1:
         mask_FS = mask.flatten(0, 1)
     else:
@@ -202,7 +224,7 @@ def _static(
     scores = causal_mask(scores) if causal else scores
     scores = scores if bias is None else scores + bias
     weights = scores.softmax(-1).to(v_BGSV.dtype)
-    if dropout:
+    if dropout or weights.dim() == 4:
         return _average(F.dropout(weights.expand(batch, heads, -1, -1), dropout), v_BGSV)
     # The weights are the same for every sequence, so one matmul averages the values of all.
     if weights.dim() == 2:

@@ -32,20 +32,24 @@ class Examples:
     tokens_NT: np.ndarray
     targets_NA: np.ndarray
     positions_NA: np.ndarray | None = None  # None: every position has a target
-    slices: dict[str, np.ndarray] = field(default_factory=dict)  # of each target, by name
+    # Of each target, by name; of each sequence, with a single column.
+    slices: dict[str, np.ndarray] = field(default_factory=dict)
     guessed_NA: np.ndarray | None = None  # targets that nothing determines; None: none
     sources_NS: np.ndarray | None = None  # of pairs, what an encoder reads
 
     def batch(self, rows: slice | np.ndarray) -> Batch:
         import torch
 
-        positions_NA, shape = self.positions_NA, self.targets_NA.shape
+        positions_NA, count = self.positions_NA, len(self.targets_NA)
         read = [part for part in (self.sources_NS, self.tokens_NT) if part is not None]
         return Batch(
             tuple(torch.from_numpy(part[rows]) for part in read),
             torch.from_numpy(self.targets_NA[rows]),
             None if positions_NA is None else torch.from_numpy(positions_NA[rows]),
-            {name: np.broadcast_to(part, shape)[rows] for name, part in self.slices.items()},
+            {
+                name: np.broadcast_to(part, (count, part.shape[1]))[rows]
+                for name, part in self.slices.items()
+            },
             None if self.guessed_NA is None else self.guessed_NA[rows],
         )
 
@@ -90,6 +94,10 @@ class Task:
     def generate(self, rng: np.random.Generator, count: int) -> Examples:
         """Draw `count` sequences."""
         raise NotImplementedError
+
+    def generate_test(self, rng: np.random.Generator, count: int) -> Examples:
+        """Draw the test split, which may hold sequences that training never shows."""
+        return self.generate(rng, count)
 
     def format_token(self, token: int) -> str:
         """Return a token as people read it."""
@@ -208,6 +216,8 @@ class Task:
                 label = f"{name}/{self.format_slice(name, index)}"
                 metrics[f"accuracy/{label}"] = slices[index].accuracy
                 metrics[f"loss/{label}"] = slices[index].mean
+                if (sequences := totals.sequence_slices[name].get(index)) is not None:
+                    metrics[f"exact/{label}"] = sequences.accuracy
         return metrics
 
     def format_slice(self, name: str, index: int) -> str:
@@ -219,7 +229,8 @@ class Task:
     def _split(self, split: str) -> Examples:
         if split not in self._examples:
             rng = named_generator(0, self.name, "reading of", split)
-            self._examples[split] = self.generate(rng, self._counts[split])
+            generate = self.generate_test if split == "test" else self.generate
+            self._examples[split] = generate(rng, self._counts[split])
         return self._examples[split]
 
     def setting(self, key: str) -> int:

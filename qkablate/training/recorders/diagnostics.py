@@ -14,6 +14,7 @@ from torch import Tensor
 from qkablate.attention import Attention
 from qkablate.config import Config, DataConfig, check
 from qkablate.data import TASKS, Data, corpus, open_task
+from qkablate.data.batches import PAD
 from qkablate.diagnostics import DiagnosticPanel, attention_weights
 from qkablate.diagnostics.panel import LENGTH, TOKENS
 from qkablate.errors import UserError, print_stderr
@@ -46,6 +47,7 @@ def record_attention(plan: RunPlan, write: Callable[..., None], model: Model, st
     if not length or shape.form != "decoder":  # a map is read as causal
         return
     tokens_T = validation_inputs(plan.data, shape.context)[0][0, :length]
+    tokens_T = tokens_T[tokens_T != PAD]
     training = model.training
     model.eval()
     try:

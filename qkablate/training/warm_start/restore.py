@@ -13,6 +13,7 @@ import torch
 
 from qkablate.attention import OV_CIRCUITS, QK_CIRCUITS
 from qkablate.config import Config, check, explain
+from qkablate.config.data import PADDED_SOURCES
 from qkablate.data import TASKS, task_words, tokenizers
 from qkablate.errors import UserError, print_stderr
 from qkablate.models.base import Model
@@ -203,7 +204,10 @@ def _newest_checkpoint(
 def _build(config: Config, vocabulary: int, folder: Path) -> Model:
     try:
         with torch.device("meta"):
-            return build_model(config.model, config.variant, vocabulary, device="cpu")
+            padding = config.data.source in PADDED_SOURCES
+            return build_model(
+                config.model, config.variant, vocabulary, device="cpu", padding=padding
+            )
     except UserError:
         raise
     except Exception as error:  # of values that are valid one by one, but not together

@@ -1,0 +1,105 @@
+"""Padding of the keys: a layer computes what it would without, whatever the padding holds."""
+
+import pytest
+import torch
+
+from qkablate.attention import QK_CIRCUITS
+from tests.attention import naive
+from tests.attention.random_layers import PAIRS, random_layer, stream
+from tests.attention.test_layer import BY_NAME, NORMABLE, ROTATABLE
+
+LENGTHS = torch.tensor([6, 3, 1])
+MASK_BS = torch.arange(6) < LENGTHS[:, None]
+TOLERANCES = {torch.float64: 1e-10, torch.float32: 1e-4}
+
+
+def check(layer, dtype=torch.float64, *, is_self):
+    """Compare outputs, and gradients of streams and parameters, with those of the cut streams.
+
+    The padding holds NaN and inf.
+    """
+    y_BSD = stream(6, batch=3, dtype=dtype)
+    garbage_BSD = torch.full_like(y_BSD, torch.nan)
+    garbage_BSD[..., 0] = torch.inf
+    y_BSD = y_BSD.where(MASK_BS[..., None], garbage_BSD).requires_grad_()
+    x_BTD = y_BSD if is_self else stream(4, batch=3, dtype=dtype).requires_grad_()
+    out_BTD = layer(x_BTD, None if is_self else y_BSD, causal=False, key_mask_BS=MASK_BS)
+    counts_BT = MASK_BS if is_self else torch.ones(3, 4, dtype=torch.bool)
+    cut = []
+    for n, length in enumerate(LENGTHS.tolist()):
+        y_1SD = y_BSD[n : n + 1, :length]
+        x_1TD = y_1SD if is_self else x_BTD[n : n + 1]
+        cut.append(naive.attention(layer, x_1TD, None if is_self else y_1SD, causal=False)[0])
+    inputs, results = [x_BTD, y_BSD, *layer.parameters()], []
+    for out_ND in (out_BTD[counts_BT], torch.cat(cut)):
+        upstream = torch.linspace(-1, 1, out_ND.numel(), dtype=dtype).view_as(out_ND)
+        gradients = torch.autograd.grad(out_ND, inputs, upstream, materialize_grads=True)
+        results.append([out_ND, *gradients])
+    tolerance = TOLERANCES[dtype]
+    torch.testing.assert_close(*results, rtol=tolerance, atol=tolerance)
+    assert not results[0][2][~MASK_BS].any()
+
+
+@pytest.mark.parametrize("pair", PAIRS, ids=BY_NAME)
+@pytest.mark.parametrize("is_self", [True, False], ids=["self", "cross"])
+def test_padding_changes_nothing(pair, is_self):
+    for bias in (False, True):
+        check(random_layer(*pair, bias=bias), is_self=is_self)
+    check(random_layer(*pair, dtype=torch.float32), torch.float32, is_self=is_self)
+
+
+@pytest.mark.parametrize("qk", QK_CIRCUITS)
+def test_padding_changes_nothing_with_norms_positions_and_self_mask(qk):
+    for norm in ("none", *(("qk", "unit_keys") if qk in NORMABLE else ())):
+        for position in ("none", "alibi", *(("rope",) if qk in ROTATABLE else ())):
+            for mask_self in (False, True):
+                options = {"norm": norm, "position": position, "mask_self": mask_self}
+                check(random_layer(qk, **options), is_self=True)
+
+
+@pytest.mark.parametrize("pair", [("separate", "separate"), ("merged", "separate")], ids=BY_NAME)
+@pytest.mark.parametrize("kernel", ["math", "flash", "folded", "blocked"])
+def test_padding_changes_nothing_in_any_kernel(pair, kernel):
+    for is_self in (True, False):
+        check(random_layer(*pair, kernel=kernel), is_self=is_self)
+
+
+@pytest.mark.parametrize("pair", PAIRS, ids=BY_NAME)
+def test_padding_changes_nothing_in_bf16(pair):
+    """The cut streams in bf16, too, since a reference would round elsewhere."""
+    layer = random_layer(*pair, dtype=torch.bfloat16)
+    y_BSD = stream(6, batch=3, dtype=torch.bfloat16)
+    padded_BSD = y_BSD.masked_fill(~MASK_BS[..., None], torch.nan)
+    out_BSD = layer(padded_BSD, causal=False, key_mask_BS=MASK_BS)
+    cut = [
+        layer(y_SD[None, :length], causal=False)[0]
+        for y_SD, length in zip(y_BSD, LENGTHS.tolist(), strict=True)
+    ]
+    results, parameters = [], [*layer.parameters()]
+    for out_ND in (out_BSD[MASK_BS], torch.cat(cut)):
+        gradients = torch.autograd.grad(out_ND.sum(), parameters, materialize_grads=True)
+        results.append([out_ND, *gradients])
+    for ours, theirs in zip(*results, strict=True):
+        assert (ours - theirs).norm() <= 0.05 * theirs.norm() + 0.05
+
+
+def test_sequence_that_is_all_padding_gives_finite_numbers():
+    for pair in PAIRS:
+        layer, x_BTD = random_layer(*pair, bias=True), stream(5).requires_grad_()
+        mask_BS = torch.zeros(2, 5, dtype=torch.bool)
+        out_BTD = layer(x_BTD, torch.full_like(x_BTD, torch.nan), causal=False, key_mask_BS=mask_BS)
+        gradients = torch.autograd.grad(
+            out_BTD.sum(), [x_BTD, *layer.parameters()], materialize_grads=True
+        )
+        assert all(part.isfinite().all() for part in (out_BTD, *gradients))
+
+
+@pytest.mark.parametrize("pair", PAIRS, ids=BY_NAME)
+def test_weights_and_scores_leave_padding_out(pair):
+    layer, x_BTD = random_layer(*pair, mask_self=True), stream(6, batch=3)
+    weights_BHTS = layer.weights(x_BTD, key_mask_BS=MASK_BS, causal=False)
+    scores_BHTS = layer.scores(x_BTD, key_mask_BS=MASK_BS, causal=False)
+    hidden_BHTS = ~MASK_BS[:, None, None].expand_as(scores_BHTS)
+    assert not weights_BHTS[hidden_BHTS].any()
+    assert (scores_BHTS[hidden_BHTS] == -torch.inf).all()
+    torch.testing.assert_close(scores_BHTS.softmax(-1), weights_BHTS)
