@@ -269,8 +269,13 @@ def _show(words: list[str], args: Namespace) -> None:
         print(f"\n{split} {number + 1}")
         if tokenizer is None:
             assert isinstance(data, Task)
-            print("  " + _sequence(data, batch, row))
-            has_answers = batch.positions_NA is not None
+            if len(batch.inputs) > 1:
+                source_S, targets_A = batch.inputs[0][row], batch.targets_NA[row]
+                parts = (source_S.tolist(), targets_A.tolist())
+                print("  " + " → ".join(" ".join(map(data.format_token, part)) for part in parts))
+            else:
+                print("  " + _sequence(data, batch, row))
+            has_answers |= batch.positions_NA is not None
         else:
             length = int((batch.targets_NA[row] != IGNORE).sum())
             tokens = batch.tokens_NT[row, :length].tolist()

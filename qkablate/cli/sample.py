@@ -1,4 +1,4 @@
-"""`qkablate sample`: generate text with a trained run."""
+"""`qkablate sample`: generate text with a trained run, or translate."""
 
 import os
 import sys
@@ -6,7 +6,7 @@ import time
 from argparse import Namespace
 from collections.abc import Callable
 from contextlib import suppress
-from typing import Any
+from typing import TYPE_CHECKING, Any
 from unicodedata import bidirectional, category
 
 from qkablate.cli.arguments import (
@@ -21,15 +21,21 @@ from qkablate.cli.arguments import (
 )
 from qkablate.errors import UserError, print_stderr
 
-HELP = """qkablate sample: generate text with a trained run.
+if TYPE_CHECKING:
+    from qkablate.training.warm_start.restore import RestoredRun
+
+HELP = """qkablate sample: generate text with a trained run, or translate.
 
 Usage: qkablate sample RUN [key=value …]
+       qkablate sample RUN source=TEXT [--beam N]
 
 RUN is a run's folder, or the beginning of its name or id in outputs/runs. Its newest checkpoint is
 used; the run may still be training. When the text exceeds the model's context, generation continues
-from the last half of the context.
+from the last half of the context. A run with model.form=encoder_decoder translates a source; the
+source of a task is written as `qkablate data show` prints it.
 
 Keys
+  source=TEXT        what to translate
   prompt=TEXT        the beginning of the text, verbatim: \\n is not a newline (default: a newline)
   tokens=200         how many to generate
   temperature=0.8    below 1 for less randomness; 0 always takes the most likely token
@@ -43,17 +49,20 @@ Keys
 Flags
 {flags}
 
-Prompt and text go to stdout, the run and the speed to stderr.
+Text goes to stdout, the run and the speed to stderr.
 
 Examples
   qkablate sample merged_w prompt='def main('
   qkablate sample outputs/runs/merged_w-d128-h4-s0-0123456789ab temperature=0 tokens=50
   qkablate sample 0123 seed=1 top_k=20 prompt=$'import os\\n' > text.txt
+  qkablate train model=nano_translator data=reverse
+  qkablate sample standard-d64 source='s3 s1 s4 s1 s5 s9 s2 s6' --beam 5
 """
 
 
 # The default of every setting, and the function that converts it.
 _SETTINGS: dict[str, tuple[Any, Callable[[str], Any]]] = {
+    "source": (None, str),
     "prompt": (None, str),
     "tokens": (200, whole_number(1, 10**9)),
     "temperature": (0.8, number(lambda value: 0 <= value <= 100, "a number from 0 to 100")),
@@ -65,13 +74,20 @@ KEYS = (*_SETTINGS, "out", *CIRCUIT_KEYS)
 
 
 PARSER = Parser(HELP, ("run",), [f"{key}=" for key in KEYS])
+_BEAM_HELP = "translate by beam search with N hypotheses (default 1: greedy)"
+PARSER.option("--beam", "N", _BEAM_HELP, whole_number(1, 1000))
 
 
 def main(argv: list[str]) -> int:
-    """Generate text with a trained run."""
-    args = parse_args(PARSER.parse(argv).words)
+    """Generate text with a trained run, or translate."""
+    parsed = PARSER.parse(argv)
+    args = parse_args(parsed.words)
+    args.beam = parsed.beam
+    if args.beam and args.source is None:
+        raise UserError("--beam: only a translation has one; give source=TEXT")
     try:
-        return _sample(args)
+        restored = restore_run(args.run, args.values)
+        return (_sample if args.source is None else _translate)(args, restored)
     except KeyboardInterrupt:
         print(f"{_line_break()}qkablate: interrupted", file=sys.stderr)
         return 130
@@ -79,8 +95,14 @@ def main(argv: list[str]) -> int:
 
 def parse_args(words: list[str]) -> Namespace:
     """Parse the words, before anything heavy is imported."""
+    if any(word.startswith("source=") and not word.partition("=")[2].strip() for word in words):
+        raise UserError("source: is empty; give the text to translate")
     run, values = run_and_keys(words, KEYS, "sample RUN prompt='a text'")
-    check_utf8("prompt", values.get("prompt", ""))
+    for key in ("prompt", "source"):
+        check_utf8(key, values.get(key, ""))
+    for key in _SETTINGS:
+        if "source" in values and key in values and key != "source":
+            raise UserError(f"{key}: a translation has none; leave out {key} or source")
     settings = {
         key: convert_value(key, values[key], convert) if key in values else default
         for key, (default, convert) in _SETTINGS.items()
@@ -88,10 +110,14 @@ def parse_args(words: list[str]) -> Namespace:
     return Namespace(run=run, values=values, **settings)
 
 
-def _sample(args: Namespace) -> int:
-    restored = restore_run(args.run, args.values)
+def _sample(args: Namespace, restored: "RestoredRun") -> int:
     from qkablate.models.generate import decode_text, generate
 
+    form = restored.config.model.form
+    if form == "encoder_decoder":
+        raise UserError(f"source: a run with model.form={form} translates; give source=TEXT")
+    if form == "encoder":
+        raise UserError(f"a run with model.form={form} generates no text")
     tokenizer = restored.tokenizer()
     prompt = args.prompt
     if prompt is None:  # a newline, or the first token
@@ -112,9 +138,42 @@ def _sample(args: Namespace) -> int:
     for piece in decode_text(tokenizer, ids):
         write_text(piece)
     speed = args.tokens / (time.perf_counter() - began)
-    which = f"{restored.folder.resolve().name}, step {restored.step}"
-    print_stderr(f"{_line_break()}{which}: {args.tokens} tokens, {speed:,.0f} tokens/s")
+    print_stderr(
+        f"{_line_break()}{_describe(restored)}: {args.tokens} tokens, {speed:,.0f} tokens/s"
+    )
     return 0
+
+
+def _translate(args: Namespace, restored: "RestoredRun") -> int:
+    from qkablate.models.encoder_decoder import EncoderDecoder
+    from qkablate.models.translate import translate
+
+    model, beam = restored.model, args.beam or 1
+    if not isinstance(model, EncoderDecoder):
+        form = restored.config.model.form
+        instead = "; give prompt=TEXT" if form == "decoder" else ""
+        raise UserError(
+            f"source: this run does not translate: it has model.form={form}, and only"
+            f" encoder_decoder does{instead}"
+        )
+    sentences = restored.sentences()
+    source, longest = sentences.encode(args.source), model.input_lengths()[0]
+    if len(source) > longest:
+        raise UserError(
+            f"source: it has {len(source)} tokens, and model.source={longest} of this run allows"
+            f" {longest}"
+        )
+    began = time.perf_counter()
+    (target,) = translate(model, [source], sentences.tokens, beam)
+    speed = len(target) / (time.perf_counter() - began)
+    write_text(f"{sentences.decode(target)}\n")
+    search = "greedy" if beam == 1 else f"beam {beam}"
+    print_stderr(f"{_describe(restored)}: {search}, {len(target)} tokens, {speed:,.0f} tokens/s")
+    return 0
+
+
+def _describe(restored: "RestoredRun") -> str:
+    return f"{restored.folder.resolve().name}, step {restored.step}"
 
 
 def write_text(text: str) -> None:

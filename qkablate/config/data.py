@@ -7,6 +7,7 @@ from qkablate.config.keys import BIG, LOCAL, Role, data_key, key, keys_by_user
 from qkablate.errors import UserError
 
 TEXT_SOURCES = ("stdlib", "text", "hub")
+PAIR_SOURCES = ("stdlib_pairs", "pairs")  # texts of sources and their targets
 _HUB = ("hub",)
 _COPYING = ("copy", "reverse", "sort")
 _SOURCES = (*TEXT_SOURCES, "recall", "induction", *_COPYING, "directed", "dyck")

@@ -55,19 +55,18 @@ class EncoderDecoder(GPT):
     def _embed_source(self, source_BS: Tensor) -> Tensor:
         return self._embed(source_BS, table=self.source_position_embedding)
 
-    def forward(  # type: ignore[override]
-        self, source_BS: Tensor, tokens_BT: Tensor, caches: list[Cache] | None = None
-    ) -> Tensor:
+    def forward(self, source_BS: Tensor, tokens_BT: Tensor) -> Tensor:  # type: ignore[override]
         """Return the logits of the next token of the target, logits_BTV."""
-        return linear(self.hidden(source_BS, tokens_BT, caches), self.output_weight)
+        return linear(self.hidden(source_BS, tokens_BT), self.output_weight)
 
-    def hidden(  # type: ignore[override]
-        self, source_BS: Tensor, tokens_BT: Tensor, caches: list[Cache] | None = None
-    ) -> Tensor:
-        return self.decode(self.encode(source_BS), tokens_BT, caches)
+    def hidden(self, source_BS: Tensor, tokens_BT: Tensor) -> Tensor:  # type: ignore[override]
+        return self.decode(self.encode(source_BS), tokens_BT)
 
     def decode(self, y_BSD: Tensor, tokens_BT: Tensor, caches: list[Cache] | None = None) -> Tensor:
-        """Return the input of the output projection for a source that is encoded already."""
+        """Return the input of the output projection for a source that is encoded already.
+
+        With the model's caches, the tokens continue the targets stored in them.
+        """
         x_BTD = self._embed(tokens_BT, caches[0].length if caches else 0)
         return self._to_output(self._run(self.blocks, x_BTD, caches, y_BSD))
 
@@ -97,7 +96,7 @@ class EncoderDecoder(GPT):
             assert block.norm_cross is not None
             yield next(layers), (block.norm_1(x_BTD),)
             yield next(layers), (block.norm_cross(block.attend_to_self(x_BTD)), y_BSD)
-            x_BTD = block(x_BTD, None, y_BSD)
+            x_BTD = block(x_BTD, (), y_BSD)
 
     def sharding_units(self) -> list[Block]:
         return [*_blocks(self.encoder), *_blocks(self.blocks)]

@@ -13,7 +13,9 @@ import torch
 
 from qkablate.attention import OV_CIRCUITS, QK_CIRCUITS
 from qkablate.config import DATA_KEYS, Config, check, explain
-from qkablate.data import TASKS, tokenizers
+from qkablate.config.data import PAIR_SOURCES
+from qkablate.data import TASKS, open_task, tokenizers
+from qkablate.data.sentences import Sentences, TaskSentences, TextSentences
 from qkablate.errors import UserError, print_stderr
 from qkablate.models.base import Model
 from qkablate.models.build import build_model
@@ -54,12 +56,26 @@ class RestoredRun:
             tokenizer = tokenizers.load_tokenizer(description)
         except ValueError as error:
             raise UserError(f"'{path}' is damaged: {error}") from None
-        if tokenizer.vocabulary != vocabulary:
+        tokens = tokenizer.vocabulary + (self.config.data.source in PAIR_SOURCES)  # and the padding
+        if tokens != vocabulary:
             raise UserError(
-                f"'{path}' is not this run's: it has {tokenizer.vocabulary} tokens,"
-                f" the model {vocabulary}"
+                f"'{path}' is not this run's: it has {tokens} tokens, the model {vocabulary}"
             )
         return tokenizer
+
+    def sentences(self) -> Sentences:
+        """Return how sources and targets of a run that translates are written."""
+        config = self.config
+        if config.data.source not in TASKS:
+            return TextSentences(self.tokenizer())
+        check(Config(variant=config.variant, model=config.model, data=config.data))
+        task = open_task(config.data, config.model)
+        if task.vocabulary != self.model.vocabulary:
+            raise UserError(
+                f"'{self.folder}' is damaged: data={task.name} has {task.vocabulary} tokens, the"
+                f" model {self.model.vocabulary}"
+            )
+        return TaskSentences(task)
 
 
 def restore(
