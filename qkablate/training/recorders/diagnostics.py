@@ -5,6 +5,7 @@ Shape suffixes: N windows, L layers, H heads, T tokens.
 
 import copy
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -13,7 +14,7 @@ from torch import Tensor
 
 from qkablate.attention import Attention
 from qkablate.config import Config, DataConfig, check
-from qkablate.data import TASKS, Data, corpus, open_task
+from qkablate.data import TASKS, Data, corpus, find_data, open_task
 from qkablate.diagnostics import DiagnosticPanel, attention_weights
 from qkablate.diagnostics.panel import LENGTH, TOKENS
 from qkablate.errors import UserError, print_stderr
@@ -105,10 +106,9 @@ def choose_inputs(restored: RestoredRun, cache: str) -> tuple[tuple[Tensor, ...]
     """
     context = restored.config.model.context
     fingerprint = str(restored.identity.get("data_fingerprint"))
-    folder = corpus.cache_dir(DataConfig(cache=cache))
-    data: Data | None = corpus.find_corpus(fingerprint, folder) or _find_task(
-        restored.config, fingerprint
-    )
+    config, folder = restored.config, corpus.cache_dir(DataConfig(cache=cache))
+    found = find_data(replace(config.data, cache=cache), config.model, fingerprint)
+    data = found or _find_task(config, fingerprint)
     vocabulary = restored.model.vocabulary
     if data is not None and data.vocabulary == vocabulary and data.tokens["val"] >= context:
         return validation_inputs(data, context), f"the validation split of {data.name}"
