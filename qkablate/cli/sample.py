@@ -15,10 +15,12 @@ from qkablate.cli.arguments import (
     check_utf8,
     convert_value,
     number,
+    one_of,
     restore_run,
     run_and_keys,
     whole_number,
 )
+from qkablate.config.data import HELD_OUT_SPLITS
 from qkablate.errors import UserError, print_stderr
 
 if TYPE_CHECKING:
@@ -28,6 +30,7 @@ HELP = """qkablate sample: generate text with a trained run, or translate.
 
 Usage: qkablate sample RUN [key=value …]
        qkablate sample RUN source=TEXT [--beam N]
+       qkablate sample RUN --split SPLIT [--beam N]
 
 RUN is a run's folder, or the beginning of its name or id in outputs/runs. Its newest checkpoint is
 used; the run may still be training. When the text exceeds the model's context, generation continues
@@ -42,6 +45,7 @@ Keys
   top_k=K            draw from the K most likely tokens only (default: from all)
   seed=0             the same seed gives the same text
   out=outputs        the folder that holds runs/
+  data.cache=FOLDER  where the run's data is prepared, for --split (default: as in train)
   variant.file=PATH  the file of the run's own circuit, if it was trained with one
   variant.qk=NAME    the name of its QK circuit, if it comes from an installed package
   variant.ov=NAME    the same for its OV circuit
@@ -57,6 +61,7 @@ Examples
   qkablate sample 0123 seed=1 top_k=20 prompt=$'import os\\n' > text.txt
   qkablate train model=nano_translator data=reverse
   qkablate sample standard-d64 source='s3 s1 s4 s1 s5 s9 s2 s6' --beam 5
+  qkablate sample standard-d64 --split test > translations.txt
 """
 
 
@@ -70,44 +75,51 @@ _SETTINGS: dict[str, tuple[Any, Callable[[str], Any]]] = {
     "seed": (0, whole_number(0, 2**53)),
 }
 _DIRECTIONS = {*["LRE", "RLE", "LRO", "RLO", "PDF", "LRI", "RLI", "FSI", "PDI"]}
-KEYS = (*_SETTINGS, "out", *CIRCUIT_KEYS)
+KEYS = (*_SETTINGS, "out", "data.cache", *CIRCUIT_KEYS)
 
 
 PARSER = Parser(HELP, ("run",), [f"{key}=" for key in KEYS])
 _BEAM_HELP = "translate by beam search with N hypotheses (default 1: greedy)"
+_SPLIT_HELP = "translate all of val or test; exact match and BLEU go to stderr"
+PARSER.option("--split", "SPLIT", _SPLIT_HELP, one_of(HELD_OUT_SPLITS))
 PARSER.option("--beam", "N", _BEAM_HELP, whole_number(1, 1000))
 
 
 def main(argv: list[str]) -> int:
     """Generate text with a trained run, or translate."""
     parsed = PARSER.parse(argv)
-    args = parse_args(parsed.words)
-    args.beam = parsed.beam
-    if args.beam and args.source is None:
-        raise UserError("--beam: only a translation has one; give source=TEXT")
+    args = parse_args(parsed.words, parsed.split, parsed.beam)
     try:
         restored = restore_run(args.run, args.values)
-        return (_sample if args.source is None else _translate)(args, restored)
+        translates = args.source is not None or args.split is not None
+        return (_translate if translates else _sample)(args, restored)
     except KeyboardInterrupt:
         print(f"{_line_break()}qkablate: interrupted", file=sys.stderr)
         return 130
 
 
-def parse_args(words: list[str]) -> Namespace:
+def parse_args(words: list[str], split: str | None = None, beam: int | None = None) -> Namespace:
     """Parse the words, before anything heavy is imported."""
     if any(word.startswith("source=") and not word.partition("=")[2].strip() for word in words):
         raise UserError("source: is empty; give the text to translate")
     run, values = run_and_keys(words, KEYS, "sample RUN prompt='a text'")
     for key in ("prompt", "source"):
         check_utf8(key, values.get(key, ""))
+    what = "source" if "source" in values else "--split" if split else ""
     for key in _SETTINGS:
-        if "source" in values and key in values and key != "source":
-            raise UserError(f"{key}: a translation has none; leave out {key} or source")
+        if what and key in values and key != what:
+            raise UserError(f"{key}: a translation has none; leave out {key} or {what}")
+    if beam and not what:
+        raise UserError("--beam: only a translation has one; give source=TEXT")
+    if split and "source" in values:
+        raise UserError("--split: a source is given; leave out --split or source")
+    if "data.cache" in values and not split:
+        raise UserError("data.cache: only --split reads data")
     settings = {
         key: convert_value(key, values[key], convert) if key in values else default
         for key, (default, convert) in _SETTINGS.items()
     }
-    return Namespace(run=run, values=values, **settings)
+    return Namespace(run=run, values=values, split=split, beam=beam, **settings)
 
 
 def _sample(args: Namespace, restored: "RestoredRun") -> int:
@@ -145,30 +157,11 @@ def _sample(args: Namespace, restored: "RestoredRun") -> int:
 
 
 def _translate(args: Namespace, restored: "RestoredRun") -> int:
-    from qkablate.models.encoder_decoder import EncoderDecoder
-    from qkablate.models.translate import translate
+    from qkablate.cli.translation import translate_source, translate_split
 
-    model, beam = restored.model, args.beam or 1
-    if not isinstance(model, EncoderDecoder):
-        form = restored.config.model.form
-        instead = "; give prompt=TEXT" if form == "decoder" else ""
-        raise UserError(
-            f"source: this run does not translate: it has model.form={form}, and only"
-            f" encoder_decoder does{instead}"
-        )
-    sentences = restored.sentences()
-    source, longest = sentences.encode(args.source), model.input_lengths()[0]
-    if len(source) > longest:
-        raise UserError(
-            f"source: it has {len(source)} tokens, and model.source={longest} of this run allows"
-            f" {longest}"
-        )
-    began = time.perf_counter()
-    (target,) = translate(model, [source], sentences.tokens, beam)
-    speed = len(target) / (time.perf_counter() - began)
-    write_text(f"{sentences.decode(target)}\n")
-    search = "greedy" if beam == 1 else f"beam {beam}"
-    print_stderr(f"{_describe(restored)}: {search}, {len(target)} tokens, {speed:,.0f} tokens/s")
+    text, report = (translate_source if args.split is None else translate_split)(args, restored)
+    write_text(text)
+    print_stderr(f"{_describe(restored)}: {report}")
     return 0
 
 

@@ -72,8 +72,6 @@ _EARLIER = {
     "model.encoder_layers": None,
     "model.source": None,
     "variant.sites": "all",
-    "data.source_field": None,
-    "data.target_field": None,
 }
 
 

@@ -13,6 +13,7 @@ import torch
 
 from qkablate.cli import main
 from qkablate.cli.sample import KEYS, PARSER, parse_args, write_text
+from qkablate.data.bleu import Bleu
 from qkablate.data.sentences import TargetTokens
 from qkablate.models.translate import translate
 from qkablate.training.warm_start.restore import restore
@@ -189,13 +190,79 @@ def test_runs_without_a_translator(qkablate, sample, tmp_path):
     assert done.err == "qkablate: a run with model.form=encoder generates no text\n"
 
 
+@pytest.fixture(scope="module")
+def of_pairs(tmp_path_factory):
+    """Return a run on text that translates, and the words that name its data."""
+    folder = tmp_path_factory.mktemp("pairs")
+    lines = [f"{i * 7919}\t{str(i * 7919)[::-1]}\n" for i in range(1, 60)]
+    (folder / "pairs.tsv").write_text("".join(["a\tb\n", *lines]))
+    data = ["data=pairs", f"data.path={folder}/pairs.tsv", "data.source_field=a"]
+    data += ["data.target_field=b", "data.tokenizer=chars", f"data.cache={folder}/cache"]
+    sizes = ["model=nano_translator", "model.layers=1", "model.d_model=16", "model.heads=2"]
+    sizes += ["train.steps=2", "train.batch_size=2", "tracking.wandb=disabled", "threads=1"]
+    with pytest.raises(SystemExit) as exit_:
+        main(["train", *sizes, *data, f"out={folder}"])
+    assert exit_.value.code == 0
+    (run,) = (folder / "runs").iterdir()
+    return run, f"data.cache={folder}/cache"
+
+
+def test_source_of_text_is_translated(qkablate, of_pairs):
+    run, _ = of_pairs
+    done = qkablate("sample", str(run), "source=1234")
+    assert done.code == 0
+    assert set(done.out) <= {*"0123456789\n"}
+    done = qkablate("sample", str(run), "source=12a4b")
+    assert done.err == "qkablate: source: 'a', 'b' are not known to the tokenizer of this run\n"
+
+
+@pytest.mark.parametrize("split", ["val", "test"])
+def test_split_is_translated_and_scored(qkablate, of_pairs, monkeypatch, split):
+    run, cache = of_pairs
+    monkeypatch.setattr(
+        "qkablate.data.bleu.score_bleu",
+        lambda hypotheses, references: Bleu(
+            sum(len(text) for text in references), f"lines:{len(hypotheses)}"
+        ),
+    )
+    done = qkablate("sample", str(run), "--split", split, cache)
+    assert done.code == 0
+    assert len(done.out.splitlines()) == 2
+    assert "\0" not in done.out
+    line = r"\S+, step 2: {}, greedy, 2 pairs: exact match 0.0%, BLEU \d+.00 \(lines:2\)\n"
+    assert re.fullmatch(line.format(split), done.err)
+
+
+def test_bleu_needs_its_extra(qkablate, of_pairs, monkeypatch):
+    """Exact match does not."""
+    run, cache = of_pairs
+    monkeypatch.setitem(sys.modules, "sacrebleu", None)
+    done = qkablate("sample", str(run), "--split", "test", cache)
+    assert done.code == 0
+    assert "exact match 0.0%, BLEU not computed: this needs sacrebleu, of the extra" in done.err
+    assert done.err.count("\n") == 1
+
+
+def test_split_of_a_task_is_translated(qkablate, translator):
+    done = qkablate("sample", str(translator), "--split", "test")
+    assert done.code == 0
+    assert len(done.out.splitlines()) == 8
+    assert re.fullmatch(r"\S+, step 2: test, greedy, 8 pairs: exact match \d+.\d%\n", done.err)
+
+
+def test_split_needs_the_data(qkablate, of_pairs, tmp_path):
+    done = qkablate("sample", str(of_pairs[0]), "--split", "test", f"data.cache={tmp_path}/none")
+    assert (done.code, done.out, done.err.count("\n")) == (2, "", 1)
+    assert "--split: the run's data is not prepared on this machine; data.cache=FOLDER" in done.err
+
+
 MISTAKES = [
     ([], "no run given: write qkablate sample RUN prompt='a text'"),
     (["a", "b"], "2 runs given (a, b)"),
     (["a", "promt=x"], "promt: there is no such key (nearest: prompt)"),
     (["a", "variant.fil=x"], "variant.fil: there is no such key (nearest: variant.file)"),
     (["a", "=x"], "there is no such key"),
-    (["a", "--promt"], "'--promt' is not one of --beam, --help, -h"),
+    (["a", "--promt"], "'--promt' is not one of --beam, --help, --split, -h"),
     (["a", "--prompt", "x"], "a key is written without dashes: prompt=VALUE"),
     (["a", "--hlep"], "(nearest: --help)"),
     (["a", "--help=1"], "--help takes no value"),
@@ -216,6 +283,10 @@ MISTAKES = [
     (["a", "source=x", "top_k=2"], "top_k: a translation has none; leave out top_k or source"),
     (["a", "source=x", "prompt=y"], "prompt: a translation has none"),
     (["a", "source=x", "--beam", "0"], "--beam: '0' is not a whole number from 1 to 1000"),
+    (["a", "source=x", "--split", "val"], "--split: a source is given"),
+    (["a", "seed=1", "--split", "val"], "seed: a translation has none; leave out seed or --split"),
+    (["a", "--split", "train"], "--split: 'train' is not one of val, test"),
+    (["a", "source=x", "data.cache=y"], "data.cache: only --split reads data"),
     (["a", "--beam", "2"], "--beam: only a translation has one; give source=TEXT"),
     (["a", "prompt="], "prompt: is empty; leave it out for the default"),
     (["a", "prompt=\udcff"], "prompt: it is not UTF-8 text"),

@@ -136,7 +136,11 @@ MISTAKES = {
         "line 1 of '.*' is not text: it has the byte 0",
     ),
     "suffix": ("a.txt", "x\n", "'.*a.txt' is not a .jsonl, .tsv or .csv file"),
-    "few": ("a.tsv", "de\ten\nx\ty\nv\tw\n", "data.path: '.*'.* is too little text: nothing is left for train"),
+    "few": (
+        "a.tsv",
+        "de\ten\nx\ty\nv\tw\n",
+        "'.*' is too little text: nothing is left for train",
+    ),
     "no file": ("b.tsv", "", "there is no file, folder or pattern '.*a.tsv'"),
 }
 
