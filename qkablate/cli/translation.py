@@ -78,7 +78,7 @@ def _translator(restored: "RestoredRun") -> "EncoderDecoder":
 
 
 def _format_bleu(hypotheses: list[str], references: list[str]) -> str:
-    from qkablate.data.bleu import score_bleu
+    from qkablate.data.pairs.bleu import score_bleu
 
     try:
         bleu = score_bleu(hypotheses, references)

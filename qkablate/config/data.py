@@ -136,6 +136,9 @@ def _check_pairs(data: DataConfig) -> None:
             "data.path: data=pairs needs either data.path=FILE_OR_FOLDER or"
             " data.name=NAME_ON_THE_HUB"
         )
+    for name in ("files", "subset", "revision", "split"):
+        if data.path is not None and getattr(data, name) is not None:
+            raise UserError(f"data.{name}: data.path is given, and only data.name=… has this key")
     for name in ("source_field", "target_field"):
         if not getattr(data, name):
             raise UserError(f"data.{name}: data=pairs needs data.{name}=COLUMN")

@@ -8,7 +8,7 @@ from qkablate.config.data import PAIR_SOURCES
 from qkablate.data.batches import IGNORE, Batch, RandomWindows
 from qkablate.data.corpus import Corpus, cache_dir, find_corpus, open_corpus
 from qkablate.data.eval_metrics import EvalMetrics
-from qkablate.data.pairs import Pairs, RandomPairs
+from qkablate.data.pairs.pairs import Pairs, RandomPairs
 from qkablate.data.tasks import PAIR_TASKS, TASKS, Task
 from qkablate.data.tasks.base import TaskBatches
 from qkablate.errors import ImpossibleConfig

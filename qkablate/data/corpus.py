@@ -74,6 +74,7 @@ class Corpus:
 
     answer_fraction = 1.0  # every position has a target
     chance = None  # the accuracy is not counted
+    pad = None  # windows are full
 
     def __init__(self, folder: Path, manifest: CorpusManifest, tokenizer: dict[str, Any]) -> None:
         self.folder, self.manifest = folder, manifest

@@ -27,7 +27,7 @@ from qkablate.data.document_store import (
     TokenBudget,
     held_out_split,
 )
-from qkablate.data.pair_sources import SPLIT_RULES, open_pairs
+from qkablate.data.pairs.sources import SPLIT_RULES, open_pairs
 from qkablate.data.progress import Progress
 from qkablate.data.sources import Source, describe_source
 from qkablate.data.tokenizers import Tokenizer

@@ -14,7 +14,7 @@ from torch.nn import functional as F
 
 from qkablate.attention import SourceCache
 from qkablate.attention.kernels.matmul import linear
-from qkablate.data.sentences import TargetTokens
+from qkablate.data.pairs.sentences import TargetTokens
 from qkablate.errors import UserError
 from qkablate.models.encoder_decoder import EncoderDecoder
 

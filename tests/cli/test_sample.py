@@ -13,8 +13,8 @@ import torch
 
 from qkablate.cli import main
 from qkablate.cli.sample import KEYS, PARSER, parse_args, write_text
-from qkablate.data.bleu import Bleu
-from qkablate.data.sentences import TargetTokens
+from qkablate.data.pairs.bleu import Bleu
+from qkablate.data.pairs.sentences import TargetTokens
 from qkablate.models.translate import translate
 from qkablate.training.warm_start.restore import restore
 
@@ -220,7 +220,7 @@ def test_source_of_text_is_translated(qkablate, of_pairs):
 def test_split_is_translated_and_scored(qkablate, of_pairs, monkeypatch, split):
     run, cache = of_pairs
     monkeypatch.setattr(
-        "qkablate.data.bleu.score_bleu",
+        "qkablate.data.pairs.bleu.score_bleu",
         lambda hypotheses, references: Bleu(
             sum(len(text) for text in references), f"lines:{len(hypotheses)}"
         ),

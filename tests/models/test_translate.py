@@ -7,7 +7,7 @@ import torch
 
 from qkablate.attention import SourceCache
 from qkablate.config import ModelConfig, VariantConfig, resolve_variant, variants
-from qkablate.data.sentences import TargetTokens
+from qkablate.data.pairs.sentences import TargetTokens
 from qkablate.errors import UserError
 from qkablate.models.build import build_model
 from qkablate.models.translate import beam_search, translate

@@ -60,6 +60,7 @@ class Task:
     marker: int  # of pairs: the token that precedes the answer
     slice_labels: ClassVar[tuple[str, ...]] = ()  # by index, where an index is not a number
     tokenizer = None  # the tokens are not text
+    pad = None  # all sequences are of one length
     chance: float  # accuracy of the best guess that does not depend on the sequence
 
     def __init__(

@@ -15,7 +15,7 @@ from qkablate.attention import OV_CIRCUITS, QK_CIRCUITS
 from qkablate.config import DATA_KEYS, Config, check, explain
 from qkablate.config.data import PAIR_SOURCES
 from qkablate.data import TASKS, open_task, tokenizers
-from qkablate.data.sentences import Sentences, TaskSentences, TextSentences
+from qkablate.data.pairs.sentences import Sentences, TaskSentences, TextSentences
 from qkablate.errors import UserError, print_stderr
 from qkablate.models.base import Model
 from qkablate.models.build import build_model

@@ -4,7 +4,7 @@ import sys
 
 import pytest
 
-from qkablate.data.bleu import score_bleu
+from qkablate.data.pairs.bleu import score_bleu
 from qkablate.errors import UserError
 
 

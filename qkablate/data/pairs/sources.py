@@ -11,8 +11,9 @@ from pathlib import Path
 
 from qkablate.config import DataConfig
 from qkablate.config.data import SPLITS
-from qkablate.data import hub, postfix, sources
+from qkablate.data import hub, sources
 from qkablate.data.document_store import held_out_split
+from qkablate.data.pairs import postfix
 from qkablate.data.sources import Source
 from qkablate.errors import UserError
 from qkablate.table import format_count

@@ -3,15 +3,15 @@
 import dataclasses
 import json
 import re
-from pathlib import Path
 
 import numpy as np
 import pytest
 
 from qkablate.config import DataConfig, ModelConfig
 from qkablate.config.data import SPLITS
-from qkablate.data import IGNORE, Pairs, find_data, open_data, pair_sources, sources
+from qkablate.data import IGNORE, Pairs, find_data, open_data, sources
 from qkablate.data.corpus import open_corpus
+from qkablate.data.pairs.sources import open_pairs
 from qkablate.data.tokenizers import load_tokenizer
 from qkablate.errors import UserError
 
@@ -274,10 +274,11 @@ def test_fingerprint_of_stdlib_pairs_does_not_depend_on_paths(library, config, t
     assert prints[0] == prints[1]
 
 
-def test_installed_standard_library_has_pairs():
-    """Of every twentieth file, so that it takes a second."""
-    files = sources.find_files(DataConfig(source="stdlib_pairs"))[::20]
-    pairs = [pair[0] for _, documents in pair_sources._stdlib_pairs(files) for pair in documents]
+def test_installed_standard_library_has_pairs(monkeypatch):
+    """Read every twentieth file, which takes a second."""
+    config = DataConfig(source="stdlib_pairs")
+    files = sources.find_files(config)[::20]
+    monkeypatch.setattr(sources, "_stdlib_files", lambda: files)
+    pairs = [pair[0] for _, documents in open_pairs(config) for pair in documents]
     assert len({*pairs}) > 1000
     assert all(pair.count(b"\0") == 1 for pair in pairs)
-    assert isinstance(files[0], Path)

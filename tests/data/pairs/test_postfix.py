@@ -4,7 +4,7 @@ import ast
 
 import pytest
 
-from qkablate.data.postfix import postfix, read_expressions
+from qkablate.data.pairs.postfix import postfix, read_expressions
 
 NOTATIONS = {
     "a + b * c": "a b c * +",
