@@ -59,8 +59,9 @@ def checked(*overrides: str) -> Config:
 
 @pytest.mark.parametrize("option", OPTIONS)
 def test_every_option_composes(option):
-    more = {"data=text": "data.path=x", "data=hub": "data.name=x"}.get(option)
-    words = [option, *[more] * bool(more)]
+    more = {"data=text": ["data.path=x"], "data=hub": ["data.name=x"]}
+    more["data=pairs"] = ["data.path=x", "data.source_field=a", "data.target_field=b"]
+    words = [option, *more.get(option, [])]
     config = loaded(*words)
     assert isinstance(config.train.steps, int)
     assert config == checked(*words)
@@ -361,6 +362,7 @@ def test_variant_name_describes_its_circuits(overrides, name):
         ("diagnostics.every=-1", "diagnostics.every: -1 is not auto, or 0 or more"),
         ("data.path=x", "data.path: data=stdlib has no such key (write data=text data.path=…)"),
         ("data=text", "data.path: data=text needs data.path=FILE_OR_FOLDER"),
+        ("data=pairs", "data.path: data=pairs needs either data.path=FILE_OR_FOLDER or data.name="),
         ("data=hub", "data.name: data=hub needs data.name=NAME_ON_THE_HUB"),
         (
             "data.tokenizer=byte",
@@ -441,6 +443,13 @@ def test_mistakes_in_a_composed_config_are_the_same(override):
         ("data=recall data.segment=4", "data.segment: data=recall has no such key"),
         ("data=recall data.pairs=null", "data.pairs: data=recall needs a number"),
         ("data.tokenizer=bpe data.vocab_size=256", "data.vocab_size: bpe needs at least 257"),
+        ("data=wmt14 data.path=x", "data.path: data=pairs needs either"),
+        ("data=pairs data.name=x", "data.source_field: data=pairs needs data.source_field=COLUMN"),
+        (
+            "data=pairs data.path=x data.split=y",
+            "data.split: data.path is given, and only data.name",
+        ),
+        ("data=stdlib_pairs data.field=x", "data.field: data=stdlib_pairs has no such key"),
         ("data=hub data.name=x data.document_start='\"(\"'", "not a regular expression"),
     ],
 )

@@ -1,6 +1,6 @@
 """Attention as two circuits; this package depends on torch and no other part of the project."""
 
-from qkablate.attention.layer import Attention, Cache
+from qkablate.attention.layer import Attention, Cache, SourceCache
 from qkablate.attention.ov import OV, OV_CIRCUITS
 from qkablate.attention.qk import QK, QK_CIRCUITS
 from qkablate.attention.spec import Draw, Spec, UnsupportedCombination
@@ -21,6 +21,7 @@ __all__ = [
     "Attention",
     "Cache",
     "Draw",
+    "SourceCache",
     "Spec",
     "UnsupportedCombination",
     "apply_matrix",

@@ -37,10 +37,21 @@ class Cache:
         self.tensors[name][..., self.length : end, :] = new
         return self.tensors[name][..., :end, :]
 
+    def select(self, rows_R: Tensor) -> None:
+        """Keep these sequences, some of them several times."""
+        self.tensors = {name: tensor[rows_R] for name, tensor in self.tensors.items()}
+
     def bytes_per_token(self) -> int:
         """Return the size of one position of one sequence."""
         tensors = self.tensors.values()
         return sum(t[0].numel() // self.capacity * t.element_size() for t in tensors)
+
+
+class SourceCache(Cache):
+    """Cache of a cross-attention layer: keys and values of a source, computed once.
+
+    A circuit that reads the source itself needs none. The length is the number of queries so far.
+    """
 
 
 class Attention(nn.Module):
@@ -110,18 +121,24 @@ class Attention(nn.Module):
     ) -> Tensor:
         """Return what the layer adds to the stream x.
 
-        With a cache, x holds the positions that follow those in it, whose keys and values it gives.
-        Where the mask is false, y (x, without a y) is padding, which changes no other position.
+        With a cache, x holds the positions that follow those in it, whose keys and values it gives;
+        a `SourceCache` gives those of y, which is the same in every call. Where the mask is false,
+        y (x, without a y) is padding, which changes no other position.
         """
         assert cache is None or key_mask_BS is None
         is_self, first, kernel = y_BSD is None, 0, self.kernel
         x_BTD, y_BSD = _streams(x_BTD, y_BSD, key_mask_BS)
-        q_BHTE, k_BGSE = self.qk(x_BTD, y_BSD)
-        if cache is None:
-            v_BGSV = self.ov.values(y_BSD, k_BGSE)
+        if isinstance(cache, SourceCache):
+            q_BHTE = self.qk.queries(x_BTD)
+            k_BGSE, v_BGSV = self._from_source(y_BSD, cache)
         else:
+            q_BHTE, k_BGSE = self.qk(x_BTD, y_BSD)
+            if cache is None:
+                v_BGSV = self.ov.values(y_BSD, k_BGSE)
+            else:
+                k_BGSE, v_BGSV = self._from_cache(y_BSD, k_BGSE, cache)
+        if cache is not None:
             first = cache.length
-            k_BGSE, v_BGSV = self._from_cache(y_BSD, k_BGSE, cache)
             cache.length += x_BTD.shape[1]
             kernel = _DECODING_KERNELS.get(kernel, "math")
         q_BHTE, k_BGSE = self.apply_modifiers(q_BHTE, k_BGSE, first)
@@ -236,6 +253,19 @@ class Attention(nn.Module):
         v_BGSV = self.ov.values(y_BSD, k_BGSE) if v_BGSV is None else cache.append("v", v_BGSV)
         if not self.qk.cached:  # keys have width zero and are not cached
             k_BGSE = k_BGSE.new_empty(*k_BGSE.shape[:2], v_BGSV.shape[2], 0)
+        return k_BGSE, v_BGSV
+
+    def _from_source(self, y_BSD: Tensor, cache: SourceCache) -> tuple[Tensor, Tensor]:
+        """Return keys and values of a source, and keep those that its stream does not give."""
+        if not cache.length:
+            cache.capacity, cache.tensors = y_BSD.shape[1], {}
+        kept = cache.tensors
+        k_BGSE = kept["k"] if "k" in kept else self.qk.keys(y_BSD)
+        v_BGSV = kept["v"] if "v" in kept else self.ov.values(y_BSD, k_BGSE)
+        if self.qk.cached == "k":
+            kept["k"] = k_BGSE
+        if self.ov.cached == "v":
+            kept["v"] = v_BGSV
         return k_BGSE, v_BGSV
 
     @property

@@ -247,6 +247,8 @@ def propose_sample(config: "Config", words: list[str]) -> list[str]:
     """Return the command that shows what a run has learned: a sample, or the task's description."""
     from qkablate.config import TEXT_SOURCES
 
+    if config.model.form == "encoder_decoder":
+        return ["sample", *words, "--split", "test"]
     if config.data.source in TEXT_SOURCES:
         return ["sample", *words]
     if config.model.form == "decoder":

@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING, Any
 
 from qkablate.cli.arguments import Parser, choose_action, one_of, whole_number
 from qkablate.compose.configs import Job, compose_jobs
-from qkablate.config import TEXT_SOURCES, conf_dir, config_names
-from qkablate.config.data import HELD_OUT_SPLITS, SPLITS
+from qkablate.config import conf_dir, config_names
+from qkablate.config.data import HELD_OUT_SPLITS, PREPARED_SOURCES, SPLITS
 from qkablate.errors import UserError
 from qkablate.table import format_bytes, format_count, print_json, print_next_commands, print_table
 
@@ -111,7 +111,7 @@ def _list(words: list[str], args: Namespace) -> None:
     if args.json:
         print_json({"data": kinds, "cache": str(cache), "prepared": prepared})
         return
-    order = sorted(kinds, key=lambda kind: kind["source"] not in TEXT_SOURCES)
+    order = sorted(kinds, key=lambda kind: kind["source"] not in PREPARED_SOURCES)
     table = [[kind[key] for key in ("data", "tokenizer", "summary")] for kind in order]
     print_table(["data=", "tokens", "summary"], table, 3, ("summary",))
     print(f"\nPrepared in {cache}" if prepared else f"\nNothing is prepared in {cache} yet.")
@@ -143,8 +143,8 @@ def _format_row(row: dict[str, Any]) -> list[str]:
 
 
 def _prepare(words: list[str], args: Namespace) -> None:
-    from qkablate.data import TASKS, open_data
-    from qkablate.data.corpus import Corpus, is_prepared
+    from qkablate.data import TASKS, Pairs, Task, open_data
+    from qkablate.data.corpus import is_prepared
 
     planned = compose_jobs(words)
     for job in planned:
@@ -155,10 +155,11 @@ def _prepare(words: list[str], args: Namespace) -> None:
             continue
         was_prepared = is_prepared(config.data)
         start = time.perf_counter()
-        corpus = open_data(config.data, config.model)
+        data = open_data(config.data, config.model)
         seconds = time.perf_counter() - start
-        assert isinstance(corpus, Corpus)
-        print(corpus.description)
+        assert not isinstance(data, Task)
+        corpus = data.corpus if isinstance(data, Pairs) else data
+        print(data.description)
         if was_prepared:
             print("  prepared before")
         else:
@@ -170,7 +171,7 @@ def _prepare(words: list[str], args: Namespace) -> None:
         if duplicates := corpus.manifest.duplicates:
             print(f"  {format_count(duplicates, 'duplicate')} left out")
         try:
-            corpus.check_context(config.model.context)
+            data.check_context(config.model.context)
         except UserError as error:
             print(f"  note: {error}")
         print(f"  {corpus.folder}")
@@ -187,7 +188,7 @@ def _open(job: Job) -> "Data":
     from qkablate.data.corpus import is_prepared
 
     config = job.config.data
-    if config.source in TEXT_SOURCES and not is_prepared(config):
+    if config.source in PREPARED_SOURCES and not is_prepared(config):
         command = shlex.join(["qkablate", "data", "prepare", *job.words])
         raise UserError(f"the data is not prepared yet; type {command}")
     return open_data(config, job.config.model)
@@ -209,8 +210,7 @@ def _info(words: list[str], args: Namespace) -> None:
 
 
 def _describe(data: "Data") -> dict[str, Any]:
-    from qkablate.data import Task
-    from qkablate.data.corpus import Corpus
+    from qkablate.data import Pairs, Task
 
     if isinstance(data, Task):
         return {
@@ -224,7 +224,9 @@ def _describe(data: "Data") -> dict[str, Any]:
             "tokens": {split: data.tokens[split] for split in HELD_OUT_SPLITS},
             "fingerprint": data.fingerprint,
         }
-    assert isinstance(data, Corpus)
+    if isinstance(data, Pairs):
+        longest = dict(zip(("source", "target"), data.longest(), strict=True))
+        return {**_describe(data.corpus), "longest": longest}
     manifest = data.manifest
     return {
         **manifest.sources,
@@ -248,7 +250,8 @@ def _format(value: object) -> str:
 
 
 def _show(words: list[str], args: Namespace) -> None:
-    from qkablate.data import IGNORE, Task, iterate_windows, tokenizers
+    from qkablate.data import IGNORE, Pairs, Task, iterate_windows, tokenizers
+    from qkablate.data.batches import PAD
 
     split, count = args.split or "train", args.count or 3
     planned = compose_jobs(words)
@@ -273,13 +276,18 @@ def _show(words: list[str], args: Namespace) -> None:
         if tokenizer is None:
             assert isinstance(data, Task)
             print("\n".join(f"  {line}" for line in _lines(data, batch, row)))
-            has_answers = batch.positions_NA is not None
+            has_answers |= batch.positions_NA is not None
+        elif isinstance(data, Pairs):
+            ignored = (PAD, data.end, IGNORE)
+            for mark, part in ((" ", batch.inputs[0][row]), ("→", batch.targets_NA[row])):
+                ids = [token for token in part.tolist() if token not in ignored]
+                print(f"{mark} {_printable(tokenizer.decode(ids).decode('utf-8', 'replace'))}")
         else:
             length = int((batch.targets_NA[row] != IGNORE).sum())
             tokens = batch.tokens_NT[row, :length].tolist()
             text = tokenizer.decode(tokens).decode("utf-8", "replace")
             for line in text.split("\n"):
-                print("  " + "".join(c if c.isprintable() or c == "\t" else "�" for c in line))
+                print("  " + _printable(line))
     if has_answers:
         print("\na→b: the answer after a is b")
     _print_next("info", planned[0])
@@ -294,6 +302,11 @@ def _lines(task: "Task", batch: "Batch", number: int) -> list[str]:
         for tokens_NT in (batch.inputs[0], batch.targets_NA)
     )
     return [f"source  {next(texts)}", f"target  {next(texts)}"]
+
+
+def _printable(text: str) -> str:
+    """Replace what could control the terminal."""
+    return "".join(c if c.isprintable() or c == "\t" else "�" for c in text)
 
 
 def _sequence(task: "Task", batch: "Batch", number: int) -> str:

@@ -1,4 +1,4 @@
-"""`qkablate sample`: generate text with a trained run."""
+"""`qkablate sample`: generate text with a trained run, or translate."""
 
 import os
 import sys
@@ -6,7 +6,7 @@ import time
 from argparse import Namespace
 from collections.abc import Callable
 from contextlib import suppress
-from typing import Any
+from typing import TYPE_CHECKING, Any
 from unicodedata import bidirectional, category
 
 from qkablate.cli.arguments import (
@@ -15,21 +15,31 @@ from qkablate.cli.arguments import (
     check_utf8,
     convert_value,
     number,
+    one_of,
     restore_run,
     run_and_keys,
     whole_number,
 )
+from qkablate.config.data import HELD_OUT_SPLITS
 from qkablate.errors import UserError, print_stderr
 
-HELP = """qkablate sample: generate text with a trained run.
+if TYPE_CHECKING:
+    from qkablate.training.warm_start.restore import RestoredRun
+
+HELP = """qkablate sample: generate text with a trained run, or translate.
 
 Usage: qkablate sample RUN [key=value …]
+       qkablate sample RUN source=TEXT [--beam N]
+       qkablate sample RUN --split SPLIT [--beam N]
 
 RUN is a run's folder, or the beginning of its name or id in outputs/runs. Its
 newest checkpoint is used; the run may still be training. When the text exceeds
-the model's context, generation continues from the last half of the context.
+the model's context, generation continues from the last half of the context. A
+run with model.form=encoder_decoder translates a source; that of a task is
+written as `qkablate data show` prints it.
 
 Keys
+  source=TEXT        what to translate
   prompt=TEXT        the beginning of the text, verbatim: \\n is not a newline
                      (default: a newline)
   tokens=200         how many to generate
@@ -38,6 +48,8 @@ Keys
   top_k=K            draw from the K most likely tokens only (default: from all)
   seed=0             the same seed gives the same text
   out=outputs        the folder that holds runs/
+  data.cache=FOLDER  where the run's data is prepared, for --split (default: as
+                     in train)
   variant.file=PATH  the file of the run's own circuit, if it was trained with
                      one
   variant.qk=NAME    the name of its QK circuit, if it comes from an installed
@@ -47,17 +59,21 @@ Keys
 Flags
 {flags}
 
-Prompt and text go to stdout, the run and the speed to stderr.
+Text goes to stdout, the run and the speed to stderr.
 
 Examples
   qkablate sample merged_w prompt='def main('
   qkablate sample merged_w-d128-h4-s0-0123456789ab temperature=0 tokens=50
   qkablate sample 0123 seed=1 top_k=20 prompt=$'import os\\n' > text.txt
+  qkablate train model=nano_translator data=reverse
+  qkablate sample standard-d64 source='s3 s1 s4 s1 s5 s9 s2 s6' --beam 5
+  qkablate sample standard-d64 --split test > translations.txt
 """
 
 
 # The default of every setting, and the function that converts it.
 _SETTINGS: dict[str, tuple[Any, Callable[[str], Any]]] = {
+    "source": (None, str),
     "prompt": (None, str),
     "tokens": (200, whole_number(1, 10**9)),
     "temperature": (0.8, number(lambda value: 0 <= value <= 100, "a number from 0 to 100")),
@@ -65,39 +81,61 @@ _SETTINGS: dict[str, tuple[Any, Callable[[str], Any]]] = {
     "seed": (0, whole_number(0, 2**53)),
 }
 _DIRECTIONS = {*["LRE", "RLE", "LRO", "RLO", "PDF", "LRI", "RLI", "FSI", "PDI"]}
-KEYS = (*_SETTINGS, "out", *CIRCUIT_KEYS)
+KEYS = (*_SETTINGS, "out", "data.cache", *CIRCUIT_KEYS)
 
 
 PARSER = Parser(HELP, ("run",), [f"{key}=" for key in KEYS])
+_BEAM_HELP = "translate by beam search with N hypotheses (default 1: greedy)"
+_SPLIT_HELP = "translate all of val or test; exact match and BLEU go to stderr"
+PARSER.option("--split", "SPLIT", _SPLIT_HELP, one_of(HELD_OUT_SPLITS))
+PARSER.option("--beam", "N", _BEAM_HELP, whole_number(1, 1000))
 
 
 def main(argv: list[str]) -> int:
-    """Generate text with a trained run."""
-    args = parse_args(PARSER.parse(argv).words)
+    """Generate text with a trained run, or translate."""
+    parsed = PARSER.parse(argv)
+    args = parse_args(parsed.words, parsed.split, parsed.beam)
     try:
-        return _sample(args)
+        restored = restore_run(args.run, args.values)
+        translates = args.source is not None or args.split is not None
+        return (_translate if translates else _sample)(args, restored)
     except KeyboardInterrupt:
         print(f"{_line_break()}qkablate: interrupted", file=sys.stderr)
         return 130
 
 
-def parse_args(words: list[str]) -> Namespace:
+def parse_args(words: list[str], split: str | None = None, beam: int | None = None) -> Namespace:
     """Parse the words, before anything heavy is imported."""
+    if any(word.startswith("source=") and not word.partition("=")[2].strip() for word in words):
+        raise UserError("source: is empty; give the text to translate")
     run, values = run_and_keys(words, KEYS, "sample RUN prompt='a text'")
-    check_utf8("prompt", values.get("prompt", ""))
+    for key in ("prompt", "source"):
+        check_utf8(key, values.get(key, ""))
+    what = "source" if "source" in values else "--split" if split else ""
+    for key in _SETTINGS:
+        if what and key in values and key != what:
+            raise UserError(f"{key}: a translation has none; leave out {key} or {what}")
+    if beam and not what:
+        raise UserError("--beam: only a translation has one; give source=TEXT")
+    if split and "source" in values:
+        raise UserError("--split: a source is given; leave out --split or source")
+    if "data.cache" in values and not split:
+        raise UserError("data.cache: only --split reads data")
     settings = {
         key: convert_value(key, values[key], convert) if key in values else default
         for key, (default, convert) in _SETTINGS.items()
     }
-    return Namespace(run=run, values=values, **settings)
+    return Namespace(run=run, values=values, split=split, beam=beam, **settings)
 
 
-def _sample(args: Namespace) -> int:
-    restored = restore_run(args.run, args.values)
-    if restored.config.model.form == "encoder":
-        raise UserError(f"'{args.run}' is a run of an encoder, which generates no text")
+def _sample(args: Namespace, restored: "RestoredRun") -> int:
     from qkablate.models.generate import decode_text, generate
 
+    form = restored.config.model.form
+    if form == "encoder_decoder":
+        raise UserError(f"source: a run with model.form={form} translates; give source=TEXT")
+    if form == "encoder":
+        raise UserError(f"a run with model.form={form} generates no text")
     tokenizer = restored.tokenizer()
     prompt = args.prompt
     if prompt is None:  # a newline, or the first token
@@ -118,9 +156,23 @@ def _sample(args: Namespace) -> int:
     for piece in decode_text(tokenizer, ids):
         write_text(piece)
     speed = args.tokens / (time.perf_counter() - began)
-    which = f"{restored.folder.resolve().name}, step {restored.step}"
-    print_stderr(f"{_line_break()}{which}: {args.tokens} tokens, {speed:,.0f} tokens/s")
+    print_stderr(
+        f"{_line_break()}{_describe(restored)}: {args.tokens} tokens, {speed:,.0f} tokens/s"
+    )
     return 0
+
+
+def _translate(args: Namespace, restored: "RestoredRun") -> int:
+    from qkablate.cli.translation import translate_source, translate_split
+
+    text, report = (translate_source if args.split is None else translate_split)(args, restored)
+    write_text(text)
+    print_stderr(f"{_describe(restored)}: {report}")
+    return 0
+
+
+def _describe(restored: "RestoredRun") -> str:
+    return f"{restored.folder.resolve().name}, step {restored.step}"
 
 
 def write_text(text: str) -> None:

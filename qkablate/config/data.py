@@ -7,11 +7,16 @@ from qkablate.config.keys import BIG, LOCAL, Role, data_key, key, keys_by_user
 from qkablate.errors import UserError
 
 TEXT_SOURCES = ("stdlib", "text", "hub")
-_HUB = ("hub",)
+PAIR_SOURCES = ("stdlib_pairs", "pairs")  # texts of sources and their targets
+_HUB = ("hub", "pairs")
+_FILES = ("text", "pairs")
 _COPYING = ("copy", "reverse", "sort")
-PADDED_SOURCES = ("add", "commands")  # whose pairs have different lengths
-_SOURCES = (*TEXT_SOURCES, "recall", "induction", *_COPYING, "directed", "dyck", *PADDED_SOURCES)
-_OWN_VOCABULARY = ("dyck", *PADDED_SOURCES)
+_PADDED_TASKS = ("add", "commands")
+PADDED_SOURCES = (*_PADDED_TASKS, *PAIR_SOURCES)  # whose pairs have different lengths
+PREPARED_SOURCES = (*TEXT_SOURCES, *PAIR_SOURCES)
+_TASKS = ("recall", "induction", *_COPYING, "directed", "dyck", *_PADDED_TASKS)
+_SOURCES = (*PREPARED_SOURCES, *_TASKS)
+_OWN_VOCABULARY = ("dyck", *_PADDED_TASKS)
 HELD_OUT_SPLITS = ("val", "test")
 SPLITS = ("train", *HELD_OUT_SPLITS)
 BPE_SIZE = 8192  # where data.vocab_size is null
@@ -23,7 +28,7 @@ class DataConfig:
     """The data. Each source uses some of these keys; the others are null."""
 
     source: str = data_key("stdlib", "source of the data; choose it with data=…", choices=_SOURCES)
-    path: str | None = key(None, "file, folder or pattern to read", _PLACE, used_by=("text",))
+    path: str | None = key(None, "file, folder or pattern to read", _PLACE, used_by=_FILES)
     name: str | None = key(
         None, "name on the Hub, a local folder, or text, json, parquet", _PLACE, used_by=_HUB
     )
@@ -34,14 +39,18 @@ class DataConfig:
     field: str | None = data_key(
         None, "column that holds the text; null: text", used_by=("text", "hub")
     )
+    source_field: str | None = data_key(
+        None, "column that holds the sources; a.b: the part b of a column a", used_by=("pairs",)
+    )
+    target_field: str | None = data_key(None, "column that holds the targets", used_by=("pairs",))
     document_start: str | None = data_key(
-        None, "regular expression: a matching row begins a new document", used_by=_HUB
+        None, "regular expression: a matching row begins a new document", used_by=("hub",)
     )
     tokenizer: str | None = data_key(
         "bytes",
         "bytes, chars, bpe, gpt2, cl100k_base, o200k_base",
         choices=("bytes", "chars", "bpe", "gpt2", "cl100k_base", "o200k_base"),
-        used_by=TEXT_SOURCES,
+        used_by=PREPARED_SOURCES,
     )
     vocab_size: int | None = data_key(
         None,
@@ -93,7 +102,7 @@ class DataConfig:
         "auto",
         "folder of prepared tokens; auto: the user's cache folder",
         LOCAL,
-        used_by=TEXT_SOURCES,
+        used_by=PREPARED_SOURCES,
     )
 
 
@@ -114,7 +123,9 @@ def check_data(data: DataConfig) -> None:
             )
     if source in _NEEDED and not getattr(data, (needed := _NEEDED[source])[0]):
         raise UserError(f"data.{needed[0]}: data={source} needs data.{needed[0]}={needed[1]}")
-    if source not in TEXT_SOURCES:
+    if source == "pairs":
+        _check_pairs(data)
+    if source not in PREPARED_SOURCES:
         for name in used:
             if getattr(data, name) is None:
                 raise UserError(f"data.{name}: data={source} needs a number")
@@ -135,3 +146,18 @@ def check_data(data: DataConfig) -> None:
         re.compile(data.document_start or "")
     except re.error as error:
         raise UserError(f"data.document_start: not a regular expression: {error}") from None
+
+
+def _check_pairs(data: DataConfig) -> None:
+    """Check that the place and the columns of pairs are given."""
+    if (data.path is None) == (data.name is None):
+        raise UserError(
+            "data.path: data=pairs needs either data.path=FILE_OR_FOLDER or"
+            " data.name=NAME_ON_THE_HUB"
+        )
+    for name in ("files", "subset", "revision", "split"):
+        if data.path is not None and getattr(data, name) is not None:
+            raise UserError(f"data.{name}: data.path is given, and only data.name=… has this key")
+    for name in ("source_field", "target_field"):
+        if not getattr(data, name):
+            raise UserError(f"data.{name}: data=pairs needs data.{name}=COLUMN")

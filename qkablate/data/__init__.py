@@ -4,9 +4,11 @@ import itertools
 from collections.abc import Iterator
 
 from qkablate.config import DATA_KEYS, DataConfig, ModelConfig
+from qkablate.config.data import PAIR_SOURCES
 from qkablate.data.batches import IGNORE, Batch, RandomWindows
-from qkablate.data.corpus import Corpus, open_corpus
+from qkablate.data.corpus import Corpus, cache_dir, find_corpus, open_corpus
 from qkablate.data.eval_metrics import EvalMetrics
+from qkablate.data.pairs.pairs import Pairs, RandomPairs
 from qkablate.data.tasks import PAIR_TASKS, TASKS, Task
 from qkablate.data.tasks.base import TaskBatches
 from qkablate.errors import ImpossibleConfig
@@ -18,8 +20,10 @@ __all__ = [
     "Corpus",
     "Data",
     "EvalMetrics",
+    "Pairs",
     "Task",
     "TrainingBatches",
+    "find_data",
     "iterate_windows",
     "open_data",
     "open_task",
@@ -28,20 +32,35 @@ __all__ = [
 
 
 # Data of a run, as training uses it, and its training batches by step.
-Data = Corpus | Task
-TrainingBatches = RandomWindows | TaskBatches
+Data = Corpus | Pairs | Task
+TrainingBatches = RandomWindows | RandomPairs | TaskBatches
 
 
 def open_data(config: DataConfig, model: ModelConfig) -> Data:
     """Return the data of a run, preparing it if needed; UserError where that is impossible."""
     if config.source in TASKS:
         return open_task(config, model)
+    if config.source in PAIR_SOURCES:
+        if model.form != "encoder_decoder":
+            raise ImpossibleConfig(
+                f"data: {config.source} has pairs of source and target for"
+                f" model.form=encoder_decoder, as in model=nano_translator; it is {model.form}"
+            )
+        return Pairs(open_corpus(config), model)
     if model.form != "decoder":
         raise ImpossibleConfig(
             f"data: {config.source} is a text for model.form=decoder; model.form={model.form} needs"
-            f" pairs of source and target: {', '.join(PAIR_TASKS)}"
+            f" pairs of source and target: {', '.join((*PAIR_TASKS, *PAIR_SOURCES))}"
         )
     return open_corpus(config)
+
+
+def find_data(config: DataConfig, model: ModelConfig, fingerprint: str) -> Data | None:
+    """Return prepared data with this fingerprint, if the cache of a config has any."""
+    corpus = find_corpus(fingerprint, cache_dir(config))
+    if corpus is None or config.source not in PAIR_SOURCES:
+        return corpus
+    return Pairs(corpus, model)
 
 
 def open_task(config: DataConfig, model: ModelConfig) -> Task:

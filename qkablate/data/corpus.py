@@ -19,8 +19,8 @@ from typing import Any, Literal
 
 import numpy as np
 
-from qkablate.config import TEXT_SOURCES, DataConfig
-from qkablate.config.data import HELD_OUT_SPLITS, SPLITS
+from qkablate.config import DataConfig
+from qkablate.config.data import HELD_OUT_SPLITS, PREPARED_SOURCES, SPLITS
 from qkablate.data import hub, sources
 from qkablate.data.batches import Batch, RandomWindows, sequential_batches, spread_windows
 from qkablate.data.eval_metrics import EvalMetrics
@@ -73,6 +73,7 @@ class Corpus:
 
     answer_fraction = 1.0  # every position has a target
     chance = None  # the accuracy is not counted
+    pad = None  # windows are full
 
     def __init__(self, folder: Path, manifest: CorpusManifest, tokenizer: dict[str, Any]) -> None:
         self.folder, self.manifest = folder, manifest
@@ -173,7 +174,7 @@ def open_corpus(config: DataConfig) -> Corpus:
 
 def check_available(config: DataConfig) -> None:
     """Raise UserError if a text is neither prepared nor available; imports nothing heavy."""
-    if config.source in TEXT_SOURCES and not is_prepared(config):
+    if config.source in PREPARED_SOURCES and not is_prepared(config):
         open_source(config)
 
 
@@ -197,16 +198,19 @@ def cache_dir(config: DataConfig) -> Path:
 def prepared_folder(config: DataConfig) -> Path:
     """Return the folder of a text, named by its files as they are now or its keys on the Hub."""
     keys = ("name", "files", "subset", "revision", "split", "document_start")
+    is_hub = config.source == "hub" or (config.source == "pairs" and config.path is None)
     try:
-        find = hub.find_local_files if config.source == "hub" else sources.find_files
+        find = hub.find_local_files if is_hub else sources.find_files
         stats = [(str(file.absolute()), file.stat()) for file in find(config) or ()]
     except OSError as error:
-        key = f"data.{'name' if config.source == 'hub' else 'path'}"
+        key = f"data.{'name' if is_hub else 'path'}"
         raise UserError(f"{key}: cannot read '{error.filename}': {error.strerror}") from None
     content: list[Any] = [(name, stat.st_size, stat.st_mtime_ns) for name, stat in stats]
     content += [getattr(config, key) for key in keys]
     rules = [FORMAT, _LAYOUT, config.source, config.tokenizer, config.vocab_size, config.field]
     rules += [config.max_tokens, config.val_tokens, config.test_tokens]
+    if config.source == "pairs":
+        rules += [config.source_field, config.target_field]
     key = hash_json([rules, content])[:12]
     return cache_dir(config) / f"{config.source}-{config.tokenizer}-{key}"
 

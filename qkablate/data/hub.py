@@ -6,7 +6,7 @@ No code of a data set is ever run. Without a network, HF_HOME is used.
 import glob
 import os
 import re
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -14,7 +14,7 @@ from typing import Any
 from qkablate.config import DataConfig
 from qkablate.data.network import is_reachable
 from qkablate.data.sources import Source, describe_source
-from qkablate.errors import UserError
+from qkablate.errors import UserError, nearest_hint
 
 # Names of published held-out splits.
 _HELD_OUT = {"val": ("validation", "valid", "val", "dev"), "test": ("test",)}
@@ -29,6 +29,15 @@ def read_documents(config: DataConfig) -> Source:
     """Return the documents: rows, or groups of rows from one that matches `document_start` on.
 
     UserError at once if the data set is unavailable, or later, when the documents are read.
+    """
+    splits = open_splits(config)
+    return ((split, _documents(rows, config)) for split, rows in splits)
+
+
+def open_splits(config: DataConfig) -> Iterator[tuple[str, Any]]:
+    """Return the splits with their rows, not read yet; "" if none is held out.
+
+    UserError at once if the data set is unavailable.
     """
     online = find_local_files(config) is not None or _is_reachable(config)
     if not online and not _is_cached(config):
@@ -63,7 +72,13 @@ def find_local_files(config: DataConfig) -> list[Path] | None:
     return None
 
 
-def _splits(config: DataConfig, online: bool) -> Source:
+def split_of(name: str) -> str:
+    """Return the split that a published name stands for, or ""."""
+    names = {"train": ("train",), **_HELD_OUT}
+    return next((split for split, known in names.items() if name.lower() in known), "")
+
+
+def _splits(config: DataConfig, online: bool) -> Iterator[tuple[str, Any]]:
     loaded = _load(config, online)
     train = config.split or "train"
     splits = {"train": train}
@@ -75,30 +90,58 @@ def _splits(config: DataConfig, online: bool) -> Source:
         raise UserError(f"data.split: '{config.name}' has no '{train}'; it has {', '.join(loaded)}")
     published = len(splits) > 1
     for split, name in splits.items():
-        texts = _row_texts(loaded[name], config)
-        if config.document_start:
-            texts = _group_rows(texts, re.compile(config.document_start))
-        documents = ([text.encode("utf-8", "replace")] for text in texts)
-        yield split if published else "", documents
+        yield split if published else "", loaded[name]
 
 
-def _row_texts(rows: Any, config: DataConfig) -> Iterator[str]:
-    field = config.field or "text"
-    names = rows.column_names
-    if names is not None and field not in names:
-        raise UserError(f"data.field: '{config.name}' has no '{field}'; it has {', '.join(names)}")
+def _documents(rows: Any, config: DataConfig) -> Iterator[Iterable[bytes]]:
+    """Yield the documents of a split."""
+    columns = read_columns(rows, config, {"field": config.field or "text"})
+    texts: Iterator[str] = (text for (text,) in columns)
+    if config.document_start:
+        texts = _group_rows(texts, re.compile(config.document_start))
+    yield from ([text.encode("utf-8", "replace")] for text in texts)
+
+
+def read_columns(
+    rows: Any, config: DataConfig, fields: Mapping[str, str]
+) -> Iterator[tuple[str, ...]]:
+    """Yield the texts of the columns that some keys name; `a.b` is the part b of a column a."""
+    names, columns = rows.column_names, []
+    for key, field in fields.items():
+        column = field if names is None or field in names else field.partition(".")[0]
+        if names is not None and column not in names:
+            known = f"{', '.join(names)}{nearest_hint(field, names)}"
+            raise UserError(f"data.{key}: '{config.name}' has no '{field}'; it has {known}")
+        columns.append(column)
     try:
-        for row in rows.select_columns([field]):
-            text = row.get(field)
-            if text is not None and not isinstance(text, str):
-                raise UserError(f"data.field: '{field}' of '{config.name}' is not text")
-            yield text or ""
+        if names is not None or "." not in "".join(columns):
+            rows = rows.select_columns([*dict.fromkeys(columns)])
+        for row in rows:
+            texts = []
+            for key, field in fields.items():
+                text = find_value(row, field)
+                if text is not None and not isinstance(text, str):
+                    raise UserError(f"data.{key}: '{field}' of '{config.name}' is not text")
+                texts.append(text or "")
+            yield tuple(texts)
     except UserError:
         raise
     except KeyError:  # the columns of a stream may be unknown
-        raise UserError(f"data.field: '{config.name}' has no '{field}'") from None
+        keys, wanted = " or ".join(fields), "' or '".join(fields.values())
+        raise UserError(f"data.{keys}: '{config.name}' has no '{wanted}'") from None
     except Exception as error:  # the library wraps none of them
         raise _load_error(describe_source(config), error) from None
+
+
+def find_value(row: Mapping[str, Any], field: str) -> Any:
+    """Return the value of a field of a row, None without one; `a.b` is the part b of a.
+
+    KeyError where a has no such part.
+    """
+    column, _, part = field.partition(".")
+    if field not in row and isinstance(row.get(column), dict):
+        return row[column][part]
+    return row.get(field)
 
 
 def _group_rows(rows: Iterable[str], start: re.Pattern[str]) -> Iterator[str]:

@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 
 from qkablate.config import DataConfig
-from qkablate.config.data import HELD_OUT_SPLITS, SPLITS
+from qkablate.config.data import HELD_OUT_SPLITS, PAIR_SOURCES, SPLITS
 from qkablate.data import bpe, hub, sources, tokenizers
 from qkablate.data.document_store import (
     HELD_OUT_FRACTION,
@@ -27,6 +27,7 @@ from qkablate.data.document_store import (
     TokenBudget,
     held_out_split,
 )
+from qkablate.data.pairs.sources import SPLIT_RULES, open_pairs
 from qkablate.data.progress import Progress
 from qkablate.data.sources import Source, describe_source
 from qkablate.data.tokenizers import Tokenizer
@@ -51,10 +52,11 @@ def prepare(config: DataConfig, folder: Path, progress: Progress) -> dict[str, A
     if not store.size:
         raise UserError(f"{describe_source(config)} is empty")
     splits, rule = _divide(store, config)
-    closed = any(len(spans) > 1 for spans in splits.values())
+    is_pairs = config.source in PAIR_SOURCES
+    closed = is_pairs or any(len(spans) > 1 for spans in splits.values())
     tokenizer = known or _make_tokenizer(config, store, splits, closed, progress)
     progress.stage("writing", store.size)
-    writer = _Writer(folder, store, tokenizer, closed, progress)
+    writer = _Writer(folder, store, tokenizer, closed, progress, is_pairs)
     limits = {"train": config.max_tokens, "val": config.val_tokens, "test": config.test_tokens}
     written = {split: writer.write(split, splits[split], limits[split]) for split in SPLITS}
     for split in SPLITS:
@@ -64,7 +66,8 @@ def prepare(config: DataConfig, folder: Path, progress: Progress) -> dict[str, A
                 f"{describe_source(config)} is too little text: nothing is left for {split}{hint}"
             )
     os.remove(folder / "documents")
-    source_keys = ("source", "path", "name", "files", "subset", "revision", "split", "field")
+    source_keys = ["source", "path", "name", "files", "subset", "revision", "split", "field"]
+    source_keys += ["source_field", "target_field"]
     return {
         "sources": {
             key: value for key in source_keys if (value := getattr(config, key)) is not None
@@ -86,8 +89,11 @@ def _divide(store: DocumentStore, config: DataConfig) -> tuple[dict[str, Spans],
     missing = [split for split in HELD_OUT_SPLITS if split not in splits]
     spans, hashes = arranged["train" if len(arranged["train"][0]) else ""]
     if not missing or not len(spans):
-        return {**dict.fromkeys(SPLITS, spans), **splits}, "as published"
+        rule = SPLIT_RULES.get(config.source, "as published")
+        return {**dict.fromkeys(SPLITS, spans), **splits}, rule
     names = " and ".join(missing)
+    if config.source in PAIR_SOURCES:
+        raise UserError(f"{describe_source(config)}: no pair is left for {names}")
     if len(spans) < MIN_HASHED_DOCUMENTS and not store.truncated:  # else their number is not known
         parts = _by_position(store, spans, len(missing))
         rule = f"by position: the last 5 % each for {names}"
@@ -173,7 +179,9 @@ def open_source(config: DataConfig) -> tuple[Source, Tokenizer | None]:
 
     UserError where one of them is not available.
     """
-    if config.source == "hub":
+    if config.source in PAIR_SOURCES:
+        source = open_pairs(config)
+    elif config.source == "hub":
         source = hub.read_documents(config)
     else:
         source = [("", sources.read_documents(sources.find_files(config), config.field))]
@@ -197,7 +205,10 @@ def _make_tokenizer(
         return tokenizers.CharTokenizer.of(itertools.chain([DOCUMENT_END] * closed, texts))
     assert config.vocab_size is not None
     progress.stage("learning", config.vocab_size, "tokens")
-    sample = _first(BPE_SAMPLE_BYTES, (text for text, _ in store.text(splits["train"])))
+    texts = (text for text, _ in store.text(splits["train"]))
+    if config.source in PAIR_SOURCES:  # no token has a part of both sentences
+        texts = (text.replace(DOCUMENT_END, b"\n") for text in texts)
+    sample = _first(BPE_SAMPLE_BYTES, texts)
     merged = bpe.learn_tokens(map(bytes.decode, sample), config.vocab_size - 1, progress.update)
     return tokenizers.BpeTokenizer(merged)
 
@@ -219,6 +230,7 @@ class _Writer:
     tokenizer: Tokenizer
     closed: bool  # a token ends each document
     progress: Progress
+    is_pairs: bool = False  # documents are two sentences, with the byte 0 between them
     bytes_read: int = 0
     tokens_written: int = 0
 
@@ -265,8 +277,13 @@ class _Writer:
 
     def _encode(self, piece: tuple[bytes, bool]) -> tuple[bytes, np.ndarray, bool]:
         text, last = piece
-        ids = self.tokenizer.encode(text)
-        if last and self.closed:
-            assert self.tokenizer.end is not None
-            ids = np.append(ids, np.array(self.tokenizer.end, dtype=ids.dtype))
-        return text, ids, last
+        source, *targets = text.split(DOCUMENT_END) if self.is_pairs else [text]
+        ids = self.tokenizer.encode(source)
+        for target in targets:
+            ids = np.concatenate([self._close(ids), self.tokenizer.encode(target)])
+        return text, self._close(ids) if last and self.closed else ids, last
+
+    def _close(self, ids: np.ndarray) -> np.ndarray:
+        """Return the tokens of a document, or a sentence, with its end."""
+        assert self.tokenizer.end is not None
+        return np.append(ids, np.array(self.tokenizer.end, dtype=ids.dtype))

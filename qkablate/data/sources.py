@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from qkablate.config import DataConfig
-from qkablate.errors import UserError
+from qkablate.errors import UserError, nearest_hint
 
 Document = Iterable[bytes]  # its text, in pieces
 Source = Iterable[tuple[str, Iterable[Document]]]  # by published split, or ""
@@ -28,12 +28,14 @@ _NOT_TEXT |= {"site-packages", "dist-packages"}
 
 def find_files(config: DataConfig) -> list[Path]:
     """Return the files of a corpus; UserError if there are none."""
-    if config.source == "stdlib":
+    if config.source in ("stdlib", "stdlib_pairs"):
         return _stdlib_files()
     assert config.path is not None
     pattern = os.path.expanduser(config.path)
     path = Path(pattern)
-    if path.is_file():
+    if parallel := parallel_files(config):
+        files = parallel
+    elif path.is_file():
         files = [path]
     elif path.is_dir():
         visible = (f for f in path.rglob("*") if "/." not in f"/{f.relative_to(path)}")
@@ -44,16 +46,27 @@ def find_files(config: DataConfig) -> list[Path]:
             raise UserError(f"data.path: there is no file, folder or pattern '{config.path}'")
     if not files:
         raise UserError(f"data.path: the folder '{config.path}' has no file")
-    if config.field and not any(_kind(file) in _ROW_READERS for file in files):
+    if config.field and not any(kind_of(file) in _ROW_READERS for file in files):
         raise UserError(f"data.field: '{config.field}' applies to rows: .jsonl and .parquet files")
     return files
+
+
+def parallel_files(config: DataConfig) -> list[Path]:
+    """Return the files PATH.SOURCE and PATH.TARGET of pairs, if there are."""
+    fields = (config.source_field, config.target_field)
+    files = [Path(f"{os.path.expanduser(str(config.path))}.{field}") for field in fields]
+    present = [file for file in files if config.source == "pairs" and file.is_file()]
+    if len(present) == 1:
+        (missing,) = {*files} - {*present}
+        raise UserError(f"data.path: '{present[0]}' is there, but not '{missing}'")
+    return present
 
 
 def read_documents(files: list[Path], field: str | None) -> Iterator[Document]:
     """Yield documents: a file of plain text is one, a row of .jsonl or .parquet is one."""
     for file in files:
         try:
-            if read_rows := _ROW_READERS.get(_kind(file)):
+            if read_rows := _ROW_READERS.get(kind_of(file)):
                 yield from ([text] for text in read_rows(file, field or "text"))
             else:
                 yield _read_plain(file)
@@ -61,7 +74,7 @@ def read_documents(files: list[Path], field: str | None) -> Iterator[Document]:
             raise _read_error(file, error) from None
 
 
-def _kind(file: Path) -> str:
+def kind_of(file: Path) -> str:
     """Return the suffix of a file without that of its compression."""
     name = file.with_suffix("") if file.suffix.lower() in (".gz", ".zst") else file
     return name.suffix.lower()
@@ -103,16 +116,12 @@ def _read_json_rows(file: Path, field: str) -> Iterator[bytes]:
         for number, line in enumerate(stream, 1):
             if not line.strip():
                 continue
-            try:
-                row = json.loads(line)
-            except (ValueError, RecursionError):
-                raise UserError(f"data.path: line {number} of '{file}' is not JSON") from None
-            fields = row if isinstance(row, dict) else {}
+            fields = parse_row(line, number, file)
             text = fields.get(field)
             if text is None and field in fields:
                 continue
             if not isinstance(text, str):
-                raise _field_error(field, f"line {number} of '{file}'", fields)
+                raise field_error("field", field, f"line {number} of '{file}'", fields)
             try:
                 yield text.encode("utf-8")
             except UnicodeEncodeError:  # half of a surrogate pair
@@ -133,7 +142,7 @@ def _read_parquet_rows(file: Path, field: str) -> Iterator[bytes]:
             columns = {c.name: c.type for c in table.schema_arrow}
             kind = columns.get(field)
             if kind not in (pyarrow.string(), pyarrow.large_string(), pyarrow.string_view()):
-                raise _field_error(field, f"'{file}'", columns)
+                raise field_error("field", field, f"'{file}'", columns)
             for batch in table.iter_batches(columns=[field]):
                 yield from (str(text).encode() for text in batch.column(0).to_pylist() if text)
     except pyarrow.ArrowException as error:
@@ -145,11 +154,27 @@ def _read_parquet_rows(file: Path, field: str) -> Iterator[bytes]:
 _ROW_READERS = {".jsonl": _read_json_rows, ".parquet": _read_parquet_rows}
 
 
-def _field_error(field: str, place: str, fields: dict[Any, Any]) -> UserError:
+def read_lines(file: Path) -> Iterator[str]:
+    """Yield the lines of a file, which must be UTF-8."""
+    text = b"".join(_read_plain(file)).decode()
+    yield from (line.removesuffix("\r") for line in text.removesuffix("\n").split("\n") if text)
+
+
+def parse_row(line: str | bytes, number: int, file: Path) -> dict[str, Any]:
+    """Return the object in a line of a .jsonl file; an empty one for other JSON."""
+    try:
+        row = json.loads(line)
+    except (ValueError, RecursionError):
+        raise UserError(f"data.path: line {number} of '{file}' is not JSON") from None
+    return row if isinstance(row, dict) else {}
+
+
+def field_error(key: str, field: str, place: str, fields: dict[Any, Any]) -> UserError:
+    """Return the error for a column, named by a key, that is missing or not text."""
     if field in fields:
-        return UserError(f"data.field: '{field}' is not text in {place}")
-    known = f"; it has {', '.join(map(str, fields))}" if fields else ""
-    return UserError(f"data.field: {place} has no text '{field}'{known}")
+        return UserError(f"data.{key}: '{field}' is not text in {place}")
+    known = f"; it has {', '.join(map(str, fields))}{nearest_hint(field, fields)}" if fields else ""
+    return UserError(f"data.{key}: {place} has no text '{field}'{known}")
 
 
 def _read_error(file: Path, error: Exception) -> UserError:

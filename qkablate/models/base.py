@@ -13,7 +13,7 @@ from typing import Any, NamedTuple, Self
 import torch
 from torch import Tensor, nn
 
-from qkablate.attention import Attention, Cache, Draw
+from qkablate.attention import Attention, Cache, Draw, SourceCache
 from qkablate.config import ModelConfig
 from qkablate.data.batches import PAD
 from qkablate.models.catalogue import GPT2_SIGMA, residual_writes
@@ -119,8 +119,12 @@ class Model(nn.Module, ABC):
         return len(self.output_weight)
 
     def make_caches(self) -> list[Cache]:
-        """Return an empty decoder cache for each attention layer."""
-        return [Cache(self.config.context) for _ in self.attention_layers()]
+        """Return an empty cache for each attention layer of the decoder, in their order."""
+        return [
+            (Cache if layer.is_self else SourceCache)(self.config.context)
+            for layer in self.attention_layers()
+            if layer.site != "encoder"
+        ]
 
     def to_empty(self, *, device: str | torch.device | int | None, recurse: bool = True) -> Self:
         """Do as `nn.Module.to_empty`, which imports much of torch's compiler for meta tensors."""

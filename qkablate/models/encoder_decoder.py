@@ -57,17 +57,13 @@ class EncoderDecoder(GPT):
         table, mask_BS = self.source_position_embedding, self.source_mask(source_BS)
         return self._embed(source_BS, table=table, key_mask_BS=mask_BS)
 
-    def forward(  # type: ignore[override]
-        self, source_BS: Tensor, tokens_BT: Tensor, caches: list[Cache] | None = None
-    ) -> Tensor:
+    def forward(self, source_BS: Tensor, tokens_BT: Tensor) -> Tensor:  # type: ignore[override]
         """Return the logits of the next token of the target, logits_BTV."""
-        return linear(self.hidden(source_BS, tokens_BT, caches), self.output_weight)
+        return linear(self.hidden(source_BS, tokens_BT), self.output_weight)
 
-    def hidden(  # type: ignore[override]
-        self, source_BS: Tensor, tokens_BT: Tensor, caches: list[Cache] | None = None
-    ) -> Tensor:
+    def hidden(self, source_BS: Tensor, tokens_BT: Tensor) -> Tensor:  # type: ignore[override]
         mask_BS = self.source_mask(source_BS)
-        return self.decode(self.encode(source_BS), tokens_BT, caches, key_mask_BS=mask_BS)
+        return self.decode(self.encode(source_BS), tokens_BT, key_mask_BS=mask_BS)
 
     def decode(
         self,
@@ -79,7 +75,8 @@ class EncoderDecoder(GPT):
     ) -> Tensor:
         """Return the input of the output projection for a source that is encoded already.
 
-        The mask is that of the source, where it is padded.
+        The mask is that of the source, where it is padded. With the model's caches, the tokens
+        continue the targets stored in them.
         """
         x_BTD = self._embed(tokens_BT, caches[0].length if caches else 0)
         return self._to_output(self._run(self.blocks, x_BTD, caches, y_BSD, key_mask_BS))
@@ -110,7 +107,7 @@ class EncoderDecoder(GPT):
             assert block.norm_cross is not None
             yield next(layers), (block.norm_1(x_BTD),)
             yield next(layers), (block.norm_cross(block.attend_to_self(x_BTD)), y_BSD)
-            x_BTD = block(x_BTD, None, y_BSD, mask_BS)
+            x_BTD = block(x_BTD, (), y_BSD, mask_BS)
 
     def sharding_units(self) -> list[Block]:
         return [*_blocks(self.encoder), *_blocks(self.blocks)]

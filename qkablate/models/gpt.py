@@ -3,7 +3,7 @@
 Shape suffixes: B batch, T context, S source, A answers, P positions, D d_model, V vocabulary.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from functools import partial
 from typing import Unpack
 
@@ -65,14 +65,16 @@ class Block(nn.Module):
     def forward(
         self,
         x_BTD: Tensor,
-        cache: Cache | None = None,
+        caches: Sequence[Cache] = (),
         y_BSD: Tensor | None = None,
         key_mask_BS: Tensor | None = None,
     ) -> Tensor:
-        x_BTD = self.attend_to_self(x_BTD, cache, key_mask_BS)
+        """Return the stream after the block; the caches are those of its attention layers."""
+        x_BTD = self.attend_to_self(x_BTD, caches[0] if caches else None, key_mask_BS)
         if self.cross_attention is not None and self.norm_cross is not None:
+            normed_BTD, cache = self.norm_cross(x_BTD), caches[1] if caches else None
             read_BTD = self.cross_attention(
-                self.norm_cross(x_BTD), y_BSD, causal=False, key_mask_BS=key_mask_BS
+                normed_BTD, y_BSD, causal=False, cache=cache, key_mask_BS=key_mask_BS
             )
             x_BTD = x_BTD + self.dropout(read_BTD)
         if self.mlp is not None and self.norm_2 is not None:
@@ -136,7 +138,7 @@ class GPT(Model):
     def forward(self, tokens_BT: Tensor, caches: list[Cache] | None = None) -> Tensor:
         """Return the logits of the next token, logits_BTV.
 
-        With caches, one per layer, the tokens continue the sequences stored in them.
+        With the model's caches, the tokens continue the sequences stored in them.
         """
         return linear(self.hidden(tokens_BT, caches), self.output_weight)
 
@@ -156,17 +158,18 @@ class GPT(Model):
     ) -> Tensor:
         """Return the stream after some blocks, which may attend to a source y."""
         recompute = self.checkpoint_activations and self.training and torch.is_grad_enabled()
-        random = bool(self.config.dropout)
-        for layer, block in enumerate(blocks):
+        random, per_block = bool(self.config.dropout), len(caches or ()) // len(blocks)
+        for i, block in enumerate(blocks):
             if recompute:
                 x_BTD = checkpoint(
                     block,
-                    *(x_BTD, None, y_BSD, key_mask_BS),
+                    *(x_BTD, (), y_BSD, key_mask_BS),
                     use_reentrant=False,
                     preserve_rng_state=random,
                 )
             else:
-                x_BTD = block(x_BTD, caches[layer] if caches else None, y_BSD, key_mask_BS)
+                own = caches[i * per_block : (i + 1) * per_block] if caches else ()
+                x_BTD = block(x_BTD, own, y_BSD, key_mask_BS)
         return x_BTD
 
     def _to_output(self, x_BTD: Tensor) -> Tensor:

@@ -104,6 +104,13 @@ def test_show_prints_an_example_of_every_task(qkablate, task, split):
     assert again.out == done.out
 
 
+def test_show_prints_source_and_target_of_a_pair(qkablate):
+    done = qkablate("data", "show", "data=reverse", "model=nano_translator", "--count", "2")
+    pairs = re.findall(r"^  (s.*) → (s.*)$", done.out, re.MULTILINE)
+    assert len(pairs) == 2
+    assert all(source.split() == target.split()[::-1] for source, target in pairs)
+
+
 @pytest.mark.parametrize("task", TASKS)
 def test_info_and_prepare_of_a_task(qkablate, task):
     told = json.loads(qkablate("data", "info", f"data={task}", "--json").out)

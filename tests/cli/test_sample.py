@@ -11,7 +11,11 @@ from pathlib import Path
 import pytest
 import torch
 
+from qkablate.cli import main
 from qkablate.cli.sample import KEYS, PARSER, parse_args, write_text
+from qkablate.data.pairs.bleu import Bleu
+from qkablate.data.pairs.sentences import TargetTokens
+from qkablate.models.translate import translate
 from qkablate.training.warm_start.restore import restore
 from tests.cli.helpers import assert_refused
 
@@ -27,6 +31,23 @@ def trained(train, tmp_path_factory):
 @pytest.fixture(scope="module")
 def of_chars(train, tmp_path_factory):
     return train(tmp_path_factory.mktemp("chars"), *STEPS, "data.tokenizer=chars", "optim.lr=0.01")
+
+
+@pytest.fixture(scope="module")
+def translator(tmp_path_factory):
+    return train_task(tmp_path_factory.mktemp("translator"), "model=nano_translator")
+
+
+def train_task(folder, *words):
+    """Train a small model on `reverse` for two steps."""
+    sizes = ["model.layers=1", "model.d_model=16", "model.heads=2", "train.steps=2"]
+    sizes += ["data=reverse", "data.val_tokens=64", "data.test_tokens=64", "train.batch_size=2"]
+    sizes += ["tracking.wandb=disabled", "threads=1", f"out={folder}"]
+    with pytest.raises(SystemExit) as exit_:
+        main(["train", *words, *sizes])
+    assert exit_.value.code == 0
+    (run,) = (folder / "runs").iterdir()
+    return run
 
 
 @pytest.fixture
@@ -131,13 +152,118 @@ def test_help(qkablate, flag):
     assert all(f"  {key}=" in done.out for key in KEYS)
 
 
+@pytest.mark.parametrize(("words", "search"), [([], "greedy"), (["--beam", "3"], "beam 3")])
+def test_source_is_translated(qkablate, translator, words, search):
+    done = qkablate("sample", str(translator), "source=s1 s2  ·", *words)
+    assert done.code == 0
+    model, tokens = restore(translator).model, TargetTokens(start=17)
+    (target,) = translate(model, [[1, 2, 16]], tokens, 3 if words else 1)
+    names = {16: "·", 17: ">"}
+    assert done.out == " ".join(names.get(i, f"s{i}") for i in target) + "\n"
+    assert re.fullmatch(rf"\S+, step 2: {search}, 8 tokens, [\d,]+ tokens/s\n", done.err)
+
+
+@pytest.mark.parametrize(
+    ("words", "line"),
+    [
+        (["source=s1 s99 x"], "source: 's99', 'x' are not known to data=reverse (allowed: s0, s1,"),
+        (["source=s1 s99"], "'s99' is not known to data=reverse (allowed: s0, s1, …, s15, ·, >)"),
+        (["source=" + "s1 " * 9], "source: it has 9 tokens, and model.source=8 of this run"),
+        ([], "source: a run with model.form=encoder_decoder translates; give source=TEXT"),
+        (["prompt=a"], "source: a run with model.form=encoder_decoder translates"),
+    ],
+)
+def test_impossible_sources(qkablate, translator, words, line):
+    done = qkablate("sample", str(translator), *words)
+    assert (done.code, done.out, done.err.count("\n")) == (2, "", 1)
+    assert line in done.err
+
+
+def test_runs_without_a_translator(qkablate, sample, tmp_path):
+    done = sample("source=the cat")
+    assert (done.code, done.out, done.err.count("\n")) == (2, "", 1)
+    assert "it has model.form=decoder, and only encoder_decoder does; give prompt=TEXT" in done.err
+    run = str(train_task(tmp_path, "model=nano_encoder", "model.context=8"))
+    done = qkablate("sample", run, "source=s1")
+    assert (done.code, done.out, done.err.count("\n")) == (2, "", 1)
+    assert "it has model.form=encoder, and only encoder_decoder does\n" in done.err
+    done = qkablate("sample", run)
+    assert done.err == "qkablate: a run with model.form=encoder generates no text\n"
+
+
+@pytest.fixture(scope="module")
+def of_pairs(tmp_path_factory):
+    """Return a run on text that translates, and the words that name its data."""
+    folder = tmp_path_factory.mktemp("pairs")
+    lines = [f"{i * 7919}\t{str(i * 7919)[::-1]}\n" for i in range(1, 60)]
+    (folder / "pairs.tsv").write_text("".join(["a\tb\n", *lines]))
+    data = ["data=pairs", f"data.path={folder}/pairs.tsv", "data.source_field=a"]
+    data += ["data.target_field=b", "data.tokenizer=chars", f"data.cache={folder}/cache"]
+    sizes = ["model=nano_translator", "model.layers=1", "model.d_model=16", "model.heads=2"]
+    sizes += ["train.steps=2", "train.batch_size=2", "tracking.wandb=disabled", "threads=1"]
+    with pytest.raises(SystemExit) as exit_:
+        main(["train", *sizes, *data, f"out={folder}"])
+    assert exit_.value.code == 0
+    (run,) = (folder / "runs").iterdir()
+    return run, f"data.cache={folder}/cache"
+
+
+def test_source_of_text_is_translated(qkablate, of_pairs):
+    run, _ = of_pairs
+    done = qkablate("sample", str(run), "source=1234")
+    assert done.code == 0
+    assert set(done.out) <= {*"0123456789\n"}
+    done = qkablate("sample", str(run), "source=12a4b")
+    assert done.err == "qkablate: source: 'a', 'b' are not known to the tokenizer of this run\n"
+
+
+@pytest.mark.parametrize("split", ["val", "test"])
+def test_split_is_translated_and_scored(qkablate, of_pairs, monkeypatch, split):
+    run, cache = of_pairs
+    monkeypatch.setattr(
+        "qkablate.data.pairs.bleu.score_bleu",
+        lambda hypotheses, references: Bleu(
+            sum(len(text) for text in references), f"lines:{len(hypotheses)}"
+        ),
+    )
+    done = qkablate("sample", str(run), "--split", split, cache)
+    assert done.code == 0
+    assert len(done.out.splitlines()) == 2
+    assert "\0" not in done.out
+    line = r"\S+, step 2: {}, greedy, 2 pairs: exact match 0.0%, BLEU \d+.00 \(lines:2\)\n"
+    assert re.fullmatch(line.format(split), done.err)
+
+
+def test_bleu_needs_its_extra(qkablate, of_pairs, monkeypatch):
+    """Exact match does not."""
+    run, cache = of_pairs
+    monkeypatch.setitem(sys.modules, "sacrebleu", None)
+    done = qkablate("sample", str(run), "--split", "test", cache)
+    assert done.code == 0
+    assert "exact match 0.0%, BLEU not computed: this needs sacrebleu, of the extra" in done.err
+    assert done.err.count("\n") == 1
+
+
+def test_split_of_a_task_is_translated(qkablate, translator):
+    done = qkablate("sample", str(translator), "--split", "test")
+    assert done.code == 0
+    assert len(done.out.splitlines()) == 8
+    assert re.fullmatch(r"\S+, step 2: test, greedy, 8 pairs: exact match \d+.\d%\n", done.err)
+
+
+def test_split_needs_the_data(qkablate, of_pairs, tmp_path):
+    done = qkablate("sample", str(of_pairs[0]), "--split", "test", f"data.cache={tmp_path}/none")
+    assert (done.code, done.out, done.err.count("\n")) == (2, "", 1)
+    assert "--split: the run's data is not prepared on this machine; data.cache=FOLDER" in done.err
+
+
 MISTAKES = [
     ([], "no run given: write qkablate sample RUN prompt='a text'"),
     (["a", "b"], "2 runs given (a, b)"),
     (["a", "promt=x"], "promt: there is no such key (nearest: prompt)"),
     (["a", "variant.fil=x"], "variant.fil: there is no such key (nearest: variant.file)"),
     (["a", "=x"], "there is no such key"),
-    (["a", "--promt"], "'--promt' is not one of --help, -h"),
+    (["a", "--promt"], "'--promt' is not one of --beam, --help, --split, -h"),
     (["a", "--prompt", "x"], "a key is written without dashes: prompt=VALUE"),
     (["a", "--hlep"], "(nearest: --help)"),
     (["a", "--help=1"], "--help takes no value"),
@@ -152,6 +278,17 @@ MISTAKES = [
     (["a", "temperature=nan"], "temperature: 'nan' is not a number from 0 to 100"),
     (["a", "temperature=hot"], "temperature: 'hot' is not a number from 0 to 100"),
     (["a", "seed=1", "seed=2"], "seed: given twice"),
+    (["a", "source="], "source: is empty; give the text to translate"),
+    (["a", "source= \t"], "source: is empty; give the text to translate"),
+    (["a", "source=\udcff"], "source: it is not UTF-8 text"),
+    (["a", "source=x", "top_k=2"], "top_k: a translation has none; leave out top_k or source"),
+    (["a", "source=x", "prompt=y"], "prompt: a translation has none"),
+    (["a", "source=x", "--beam", "0"], "--beam: '0' is not a whole number from 1 to 1000"),
+    (["a", "source=x", "--split", "val"], "--split: a source is given"),
+    (["a", "seed=1", "--split", "val"], "seed: a translation has none; leave out seed or --split"),
+    (["a", "--split", "train"], "--split: 'train' is not one of val, test"),
+    (["a", "source=x", "data.cache=y"], "data.cache: only --split reads data"),
+    (["a", "--beam", "2"], "--beam: only a translation has one; give source=TEXT"),
     (["a", "prompt="], "prompt: is empty; leave it out for the default"),
     (["a", "prompt=\udcff"], "prompt: it is not UTF-8 text"),
     (["a"], "there is no run 'a' in 'outputs' (it has none); start one: "),

@@ -120,7 +120,9 @@ def hf_home(tmp_path):
 
 def prepared(name, **words):
     return open_corpus(
-        DataConfig(source="hub", name=str(name), **{"tokenizer": "bytes", "cache": "cache"} | words)
+        DataConfig(
+            name=str(name), **{"source": "hub", "tokenizer": "bytes", "cache": "cache"} | words
+        )
     )
 
 
@@ -452,6 +454,54 @@ def test_files_are_loaded_from_a_url(hub, point, missing_server):
     for files in (f"{hub.address}/one.txt", f"zip://inner::{hub.address}/packed.zip"):
         corpus = prepared("text", files=files)
         assert "".join(split(corpus, name) for name in ("train", "val", "test")) == text
+
+
+CARD_OF_PAIRS = CARD.replace(b"first-*", b"first.jsonl").replace(b"second-*", b"second.jsonl")
+CARD_OF_PAIRS = CARD_OF_PAIRS.replace(b"third-*", b"third.jsonl")
+
+
+def published_pairs():
+    """Return the files of a data set of pairs, one of them with an empty sentence."""
+    pairs = {split: [(f"{t} en", f"{t} de") for t in texts] for split, texts in PUBLISHED.items()}
+    pairs["train"].insert(3, ("", "empty"))
+    files = {"README.md": CARD_OF_PAIRS}
+    for name, split in (("first", "train"), ("second", "val"), ("third", "test")):
+        rows = [{"translation": {"en": en, "de": de}} for en, de in pairs[split]]
+        lines = "".join(f"{json.dumps(row)}\n" for row in rows)
+        files[f"data/{name}.jsonl"] = lines.encode()
+    return files
+
+
+PAIR_FIELDS = {"source_field": "translation.de", "target_field": "translation.en"}
+
+
+def assert_pairs(corpus):
+    for name, documents in PUBLISHED.items():
+        assert split(corpus, name) == closed([f"{text} de\0{text} en" for text in documents])
+
+
+def test_pairs_are_downloaded_once(hub, point, missing_server):
+    hub.sets["owner/name"] = published_pairs()
+    assert_pairs(prepared("owner/name", source="pairs", **PAIR_FIELDS))
+    point(missing_server)
+    again = prepared("owner/name", source="pairs", tokenizer="chars", **PAIR_FIELDS)
+    assert again.manifest.documents["test"] == len(PUBLISHED["test"])
+
+
+def test_pairs_of_a_cache_are_read_without_network(hf_home):
+    keep(hf_home, "owner/name", published_pairs())
+    assert_pairs(prepared("owner/name", source="pairs", **PAIR_FIELDS))
+
+
+def test_missing_column_of_pairs_is_rejected(hf_home):
+    keep(hf_home, "owner/name", published_pairs())
+    for target, line in [
+        ("translation.fr", "'owner/name' has no 'translation.de' or 'translation.fr'"),
+        ("fr", "data.target_field: 'owner/name' has no 'fr'; it has translation"),
+        ("translation", "data.target_field: 'translation' of 'owner/name' is not text"),
+    ]:
+        fields = PAIR_FIELDS | {"target_field": target}
+        assert line in refused("owner/name", source="pairs", **fields)
 
 
 # No network

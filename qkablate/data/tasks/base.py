@@ -61,8 +61,11 @@ class Task:
     summary: ClassVar[str]  # one line
     difficulty: ClassVar[str]  # the keys that make it harder
     has_pairs: ClassVar[bool] = False  # of source and target, for an encoder to read
+    marker: int  # of pairs: the token that precedes the answer
+    end: int | None = None  # the token that closes it; None: all are as long
     slice_labels: ClassVar[tuple[str, ...]] = ()  # by index, where an index is not a number
     tokenizer = None  # the tokens are not text
+    pad = None  # all sequences are of one length
     chance: float  # accuracy of the best guess that does not depend on the sequence
 
     def __init__(

@@ -23,7 +23,7 @@ class Copy(Task):
     def setup(self) -> int:
         size, self._copy_length = self.setting("vocab_size"), self.setting("copy_length")
         self.check_lengths("copy_length", self._copy_length)
-        self._symbols, self._noise, self._marker = size, size, size + 1
+        self._symbols, self._noise, self.marker = size, size, size + 1
         self._field = {
             "decoder": self.length - self._copy_length,
             "encoder": self.length,
@@ -51,10 +51,10 @@ class Copy(Task):
         np.put_along_axis(tokens_NF, positions_NP, source_NP, axis=1)
         answer_NP = np.ascontiguousarray(self.answer(source_NP))
         slices = {"position": octave(np.arange(1, copy_length + 1))[None]}
-        return self.join(tokens_NF, answer_NP, self._marker, slices=slices)
+        return self.join(tokens_NF, answer_NP, self.marker, slices=slices)
 
     def format_token(self, token: int) -> str:
-        return {self._noise: "·", self._marker: ">"}.get(token, f"s{token}")
+        return {self._noise: "·", self.marker: ">"}.get(token, f"s{token}")
 
 
 class Reverse(Copy):

@@ -24,6 +24,7 @@ class PaddedTask(Task):
     """
 
     has_pairs = True
+    end: int
     pair_labels: ClassVar[tuple[str, str]] = ("known", "held_out")
 
     def draw(self, rng: np.random.Generator, held_out_N: np.ndarray) -> Examples:
@@ -35,7 +36,8 @@ class PaddedTask(Task):
 
         The token after the end token is the marker before a target.
         """
-        self._end, self._answers, self._has_held_out = end, answers, has_held_out
+        self.end, self.marker = end, end + 1
+        self._answers, self._has_held_out = answers, has_held_out
         self._check_lengths(source, answers)
         rng = named_generator(0, self.name, "chance")
         targets_NA = self.generate_test(rng, _CHANCE_PAIRS).targets_NA
@@ -59,7 +61,7 @@ class PaddedTask(Task):
         In one sequence nothing is between a source and its answer. The decoder reads the end token
         after the answer, where nothing is asked of it.
         """
-        end_N1 = np.full((len(answer_NA), 1), self._end)
+        end_N1 = np.full((len(answer_NA), 1), self.end)
         source_NS = _pad_right(source_NS)
         answer_NA = _pad_right(np.concatenate([answer_NA, end_N1], axis=1))
         targets_NA = np.where(answer_NA == PAD, IGNORE, answer_NA)
@@ -72,16 +74,16 @@ class PaddedTask(Task):
             )
         if self.form == "encoder_decoder":
             return Examples(
-                _resize(np.where(known_NA == PAD, self._end, known_NA), self.length, self._end),
+                _resize(np.where(known_NA == PAD, self.end, known_NA), self.length, self.end),
                 _resize(targets_NA, self.length, IGNORE),
                 slices=slices,
                 sources_NS=_resize(source_NS, self.source, PAD),
             )
         tokens_NT = _pad_right(np.concatenate([source_NS, known_NA], axis=1))
-        tokens_NT = np.where(tokens_NT == PAD, self._end, tokens_NT)
+        tokens_NT = np.where(tokens_NT == PAD, self.end, tokens_NT)
         first_N1 = (source_NS != PAD).sum(axis=1, keepdims=True)
         positions_NA = np.minimum(first_N1 + np.arange(self._answers), self.length - 1)
-        tokens_NT = _resize(tokens_NT, self.length, self._end)
+        tokens_NT = _resize(tokens_NT, self.length, self.end)
         targets_NA = _resize(targets_NA, self._answers, IGNORE)
         return Examples(tokens_NT, targets_NA, positions_NA, slices)
 

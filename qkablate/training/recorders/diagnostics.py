@@ -5,6 +5,7 @@ Shape suffixes: N windows, L layers, H heads, T tokens.
 
 import copy
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -13,7 +14,7 @@ from torch import Tensor
 
 from qkablate.attention import Attention
 from qkablate.config import Config, DataConfig, check
-from qkablate.data import TASKS, Data, corpus, open_task
+from qkablate.data import TASKS, Data, corpus, find_data, open_task
 from qkablate.data.batches import PAD
 from qkablate.diagnostics import DiagnosticPanel, attention_weights
 from qkablate.diagnostics.panel import LENGTH, TOKENS
@@ -105,13 +106,8 @@ def choose_inputs(restored: RestoredRun, cache: str) -> tuple[tuple[Tensor, ...]
     No path in its folder is read and nothing is prepared: the data is found by its fingerprint in
     the cache; otherwise the tokens are random.
     """
-    context = restored.config.model.context
-    fingerprint = str(restored.identity.get("data_fingerprint"))
-    folder = corpus.cache_dir(DataConfig(cache=cache))
-    data: Data | None = corpus.find_corpus(fingerprint, folder) or _find_task(
-        restored.config, fingerprint
-    )
-    vocabulary = restored.model.vocabulary
+    context, vocabulary = restored.config.model.context, restored.model.vocabulary
+    data, folder = find_run_data(restored, cache), corpus.cache_dir(DataConfig(cache=cache))
     if data is not None and data.vocabulary == vocabulary and data.tokens["val"] >= context:
         return validation_inputs(data, context), f"the validation split of {data.name}"
     print_stderr(
@@ -122,6 +118,13 @@ def choose_inputs(restored: RestoredRun, cache: str) -> tuple[tuple[Tensor, ...]
     lengths = restored.model.input_lengths()
     inputs = [rng.integers(vocabulary, size=(rows, min(length, LENGTH))) for length in lengths]
     return tuple(map(torch.from_numpy, inputs)), "random tokens"
+
+
+def find_run_data(restored: RestoredRun, cache: str) -> Data | None:
+    """Return the data of a run, from a cache or generated again; None if it is not here."""
+    fingerprint, config = str(restored.identity.get("data_fingerprint")), restored.config
+    found = find_data(replace(config.data, cache=cache), config.model, fingerprint)
+    return found or _find_task(config, fingerprint)
 
 
 def _find_task(config: Config, fingerprint: str) -> Data | None:

@@ -14,7 +14,8 @@ import torch
 from qkablate.attention import OV_CIRCUITS, QK_CIRCUITS
 from qkablate.config import Config, check, explain
 from qkablate.config.data import PADDED_SOURCES
-from qkablate.data import TASKS, task_words, tokenizers
+from qkablate.data import TASKS, open_task, task_words, tokenizers
+from qkablate.data.pairs.sentences import Sentences, TaskSentences, TextSentences
 from qkablate.errors import UserError, print_stderr
 from qkablate.models.base import Model
 from qkablate.models.build import build_model
@@ -55,10 +56,24 @@ class RestoredRun:
             raise UserError(f"'{path}' is damaged: {error}") from None
         if tokenizer.vocabulary != vocabulary:
             raise UserError(
-                f"'{path}' is not this run's: it has {tokenizer.vocabulary} tokens,"
-                f" the model {vocabulary}"
+                f"'{path}' is not this run's: it has {tokenizer.vocabulary} tokens, the model"
+                f" {vocabulary}"
             )
         return tokenizer
+
+    def sentences(self) -> Sentences:
+        """Return how sources and targets of a run that translates are written."""
+        config = self.config
+        if config.data.source not in TASKS:
+            return TextSentences(self.tokenizer())
+        check(Config(variant=config.variant, model=config.model, data=config.data))
+        task = open_task(config.data, config.model)
+        if task.vocabulary != self.model.vocabulary:
+            raise UserError(
+                f"'{self.folder}' is damaged: data={task.name} has {task.vocabulary} tokens, the"
+                f" model {self.model.vocabulary}"
+            )
+        return TaskSentences(task)
 
 
 def restore(

@@ -1,0 +1,285 @@
+"""Pairs of source and target: of the standard library, of files, of the Hub; their batches."""
+
+import dataclasses
+import json
+import re
+
+import numpy as np
+import pytest
+
+from qkablate.config import DataConfig, ModelConfig
+from qkablate.config.data import SPLITS
+from qkablate.data import IGNORE, Pairs, find_data, open_data, sources
+from qkablate.data.batches import PAD
+from qkablate.data.corpus import open_corpus
+from qkablate.data.pairs.sources import open_pairs
+from qkablate.data.tokenizers import load_tokenizer
+from qkablate.errors import UserError
+
+MODEL = ModelConfig(form="encoder_decoder", source=8, context=12)
+ROWS = [(f"src {i}", f"∑ziel {i}") for i in range(60)]
+
+
+@pytest.fixture
+def config(tmp_path):
+    return DataConfig(
+        source="pairs", source_field="en", target_field="de", cache=str(tmp_path / "cache")
+    )
+
+
+@pytest.fixture
+def write(tmp_path, config):
+    """Write a file; the config that reads it."""
+
+    def write(name, content, path=None, **changed):
+        file = tmp_path / name
+        file.parent.mkdir(parents=True, exist_ok=True)
+        file.write_text(content, encoding="utf-8")
+        return dataclasses.replace(config, path=str(path or file), **changed)
+
+    return write
+
+
+def rows_of(kind, rows=ROWS):
+    if kind == "jsonl":
+        return "".join(json.dumps({"en": s, "de": t, "n": 1}) + "\n" for s, t in rows)
+    mark = {"tsv": "\t", "csv": ","}[kind]
+    return "".join(
+        mark.join(cells) + "\n" for cells in [("de", "n", "en"), *((t, "1", s) for s, t in rows)]
+    )
+
+
+def texts(pairs, split):
+    """Return the sentences of a split."""
+    tokenizer, part = load_tokenizer(pairs.tokenizer), pairs.splits[split]
+    decoded = [
+        [tokenizer.decode(part.sentence(i, side).tolist()).decode() for side in (0, 1)]
+        for i in range(len(part))
+    ]
+    return [tuple(pair) for pair in decoded]
+
+
+@pytest.mark.parametrize("tokenizer", ["bytes", "chars", "bpe"])
+@pytest.mark.parametrize("kind", ["jsonl", "tsv", "csv"])
+def test_files_are_read_and_split(write, kind, tokenizer):
+    data = write(f"pairs.{kind}", rows_of(kind), tokenizer=tokenizer)
+    if tokenizer == "bpe":
+        data.vocab_size = 300
+    pairs = open_data(data, MODEL)
+    found = {split: texts(pairs, split) for split in SPLITS}
+    assert sorted([pair for part in found.values() for pair in part]) == sorted(ROWS)
+    assert [len(found[split]) for split in SPLITS] == [54, 3, 3]
+
+
+def test_all_formats_and_places_have_one_fingerprint(write, tmp_path):
+    prints = {
+        open_data(write(f"{k}/a.{k}", rows_of(k)), MODEL).fingerprint
+        for k in ("tsv", "csv", "jsonl")
+    }
+    write("side.en", "".join(f"{s}\n" for s, _ in ROWS))
+    side = write("side.de", "".join(f"{t}\n" for _, t in ROWS), path=tmp_path / "side")
+    assert {open_data(side, MODEL).fingerprint} == prints
+
+
+def test_no_source_is_in_two_splits(write):
+    """Many pairs are split by the hash of the source; a source may have two targets."""
+    rows = [(f"s {i % 500}", f"t {i}") for i in range(1000)]
+    pairs = open_data(write("pairs.tsv", rows_of("tsv", rows)), MODEL)
+    split_of = {s: split for split in SPLITS for s, _ in texts(pairs, split)}
+    assert len(split_of) == 500
+    assert sum(len(pairs.splits[split]) for split in SPLITS) == 1000
+    for split in SPLITS:
+        assert {s for s, _ in texts(pairs, split)} == {s for s in split_of if split_of[s] == split}
+        assert len(pairs.splits[split]) > 15
+
+
+def test_files_named_by_splits_are_published(write, tmp_path):
+    for name, part in (("train", ROWS[:20]), ("valid", ROWS[30:33]), ("test", ROWS[20:30])):
+        data = write(f"set/{name}.tsv", rows_of("tsv", part), path=tmp_path / "set")
+    pairs = open_data(data, MODEL)
+    assert sorted(texts(pairs, "train")) == sorted(ROWS[:20])
+    assert sorted(texts(pairs, "test")) == sorted(ROWS[20:30])
+    (tmp_path / "set" / "valid.tsv").unlink()
+    with pytest.raises(UserError, match=r"'.*set' has no file for val"):
+        open_corpus(data)
+
+
+MISTAKES = {
+    "jsonl column": (
+        "a.jsonl",
+        '{"de": "x", "fr": "y"}\n',
+        "data.source_field: line 1 of '.*a.jsonl' has no text 'en'; it has de, fr",
+    ),
+    "jsonl number": (
+        "a.jsonl",
+        '{"de": 3, "en": "y"}\n',
+        "data.target_field: 'de' is not text in line 1",
+    ),
+    "jsonl json": ("a.jsonl", '{"de": "x", "en": "y"}\n{\n', "line 2 of '.*a.jsonl' is not JSON"),
+    "tsv column": (
+        "a.tsv",
+        "de\teng\nx\ty\n",
+        r"data.source_field: .*'en'; it has de, eng \(nearest: eng\)",
+    ),
+    "tsv cells": (
+        "a.tsv",
+        "de\ten\nx\ty\nx\n",
+        "line 3 of '.*' has 1 cells, and the first line names 2 columns: de, en",
+    ),
+    "empty": (
+        "a.tsv",
+        "de\ten\nx\t\n \tx\nx\ty\n",
+        r"2 pairs of '.*' with an empty sentence \(line 2, 3\); remove them",
+    ),
+    "zero": (
+        "a.jsonl",
+        '{"de": "x\\u0000", "en": "y"}\n',
+        "line 1 of '.*' is not text: it has the byte 0",
+    ),
+    "suffix": ("a.txt", "x\n", "'.*a.txt' is not a .jsonl, .tsv or .csv file"),
+    "few": (
+        "a.tsv",
+        "de\ten\nx\ty\nv\tw\n",
+        "'.*' is too little text: nothing is left for train",
+    ),
+    "no file": ("b.tsv", "", "there is no file, folder or pattern '.*a.tsv'"),
+}
+
+
+@pytest.mark.parametrize("case", MISTAKES)
+def test_bad_files_are_one_line(write, tmp_path, case):
+    name, content, line = MISTAKES[case]
+    path = tmp_path / "a.tsv" if case == "no file" else None
+    with pytest.raises(UserError, match=line) as caught:
+        open_corpus(write(name, content, path))
+    assert "\n" not in str(caught.value)
+
+
+def test_unequal_numbers_of_lines_are_rejected(write, tmp_path):
+    write("side.en", "a\nb\nc\n")
+    data = write("side.de", "a\nb\n", path=tmp_path / "side")
+    with pytest.raises(UserError, match=r"'.*side.en' has 3 lines, and '.*side.de' has 2"):
+        open_corpus(data)
+    (tmp_path / "side.en").unlink()
+    with pytest.raises(UserError, match=r"'.*side.de' is there, but not '.*side.en'"):
+        open_corpus(data)
+
+
+def test_sentences_longer_than_the_model_are_counted(write):
+    data = write("pairs.tsv", rows_of("tsv", [*ROWS, ("s" * 30, "t"), ("s", "t" * 40)]))
+    open_data(data, dataclasses.replace(MODEL, source=30, context=41)).check_context(41)
+    for source, context, line in [
+        (8, 41, "model.source: of 62 pairs 1 sources are longer than 8 tokens; the longest"),
+        (30, 40, "model.context: of 62 pairs 1 targets, with an end, than 40; the longest"),
+        (8, 40, "1 sources are longer than 8 tokens and 1 targets, with an end, than 40"),
+    ]:
+        pairs = open_data(data, dataclasses.replace(MODEL, source=source, context=context))
+        with pytest.raises(UserError, match=f"{line}.*need model.source=30 model.context=41"):
+            pairs.check_context(context)
+
+
+def test_batches_hold_padded_pairs(write):
+    pairs = open_data(write("pairs.tsv", rows_of("tsv")), MODEL)
+    assert pairs.vocabulary == 256
+    seen = []
+    for batch in pairs.split_batches("test", batch_size=2, context=12):
+        source_NS, tokens_NT = batch.inputs
+        assert source_NS.shape == (2, 8)
+        assert tokens_NT.shape == batch.targets_NA.shape == (2, 12)
+        for source, known, target in zip(
+            source_NS.tolist(), tokens_NT.tolist(), batch.targets_NA.tolist(), strict=True
+        ):
+            answer = [token for token in target if token != IGNORE]
+            if answer:
+                assert answer[-1] == known[0] == pairs.end == 0
+                length = len(answer)
+                assert known == [0, *answer[:-1], *[pairs.end] * (12 - length)]
+                assert target == answer + [IGNORE] * (12 - length)
+                text = bytes(token for token in source if token != PAD)
+                assert source == [*text, *[PAD] * (8 - len(text))]
+                seen.append((text.decode(), bytes(answer[:-1]).decode()))
+    assert seen == texts(pairs, "test")
+
+
+def test_training_batches_depend_on_seed_and_step_alone(write):
+    pairs = open_data(write("pairs.tsv", rows_of("tsv")), MODEL)
+
+    def tokens(step, **changed):
+        settings = {"seed": 0, "batch_size": 4, "grad_accum": 1, "context": 12} | changed
+        parts = pairs.batches(**settings).step(step)
+        return np.concatenate([batch.tokens_NT.numpy() for batch in parts]).tolist()
+
+    assert tokens(3) == tokens(3) == tokens(3, batch_size=2, grad_accum=2)
+    assert len({str(tokens(3)), str(tokens(4)), str(tokens(3, seed=1))}) == 3
+
+
+def test_pairs_are_found_by_fingerprint(write):
+    data = write("pairs.tsv", rows_of("tsv"))
+    pairs = open_data(data, MODEL)
+    found = find_data(data, MODEL, pairs.fingerprint)
+    assert isinstance(found, Pairs)
+    assert found.fingerprint == pairs.fingerprint
+    assert find_data(data, MODEL, "0") is None
+
+
+@pytest.mark.parametrize("form", ["decoder", "encoder"])
+def test_other_forms_are_rejected(config, form):
+    with pytest.raises(UserError, match=r"model.form=encoder_decoder, as in model=nano_translator"):
+        open_data(dataclasses.replace(config, source="stdlib_pairs"), ModelConfig(form=form))
+
+
+@pytest.fixture
+def library(tmp_path, monkeypatch):
+    """Write a standard library of 40 files, whose names change nothing."""
+
+    def make(prefix="a"):
+        folder = tmp_path / prefix
+        folder.mkdir()
+        for i in range(40):
+            lines = [f"x{i} = name_{i} + value({j})\n" for j in range(i % 7 + 1)]
+            (folder / f"{prefix}{i}.py").write_text("".join([*lines, "y = shared_name + 1\n"]))
+        monkeypatch.setattr(sources, "_stdlib_files", lambda: sorted(folder.iterdir()))
+
+    return make
+
+
+def test_stdlib_pairs_are_split_by_file(library, config):
+    library()
+    data = DataConfig(source="stdlib_pairs", cache=config.cache)
+    pairs = open_data(data, dataclasses.replace(MODEL, source=96, context=97))
+    found = {split: texts(pairs, split) for split in SPLITS}
+    whole = [pair for part in found.values() for pair in part]
+    assert ("name_3 + value(1)", "name_3 value 1 1() +") in whole
+    assert len(whole) == len({*whole})
+    assert [
+        split for split in SPLITS if ("shared_name + 1", "shared_name 1 +") in found[split]
+    ] == ["test"]
+    files = {
+        split: {
+            re.search(r"name_\d+", s)[0]
+            for s, _ in found[split]
+            if "name_" in s and "shared" not in s
+        }
+        for split in SPLITS
+    }
+    assert all(files.values())
+    assert len(set.union(*files.values())) == sum(map(len, files.values())) == 40
+
+
+def test_fingerprint_of_stdlib_pairs_does_not_depend_on_paths(library, config, tmp_path):
+    prints = []
+    for prefix in ("a", "z"):
+        library(prefix)
+        data = DataConfig(source="stdlib_pairs", cache=str(tmp_path / f"cache-{prefix}"))
+        prints.append(open_corpus(data).fingerprint)
+    assert prints[0] == prints[1]
+
+
+def test_installed_standard_library_has_pairs(monkeypatch):
+    """Read every twentieth file, which takes a second."""
+    config = DataConfig(source="stdlib_pairs")
+    files = sources.find_files(config)[::20]
+    monkeypatch.setattr(sources, "_stdlib_files", lambda: files)
+    pairs = [pair[0] for _, documents in open_pairs(config) for pair in documents]
+    assert len({*pairs}) > 1000
+    assert all(pair.count(b"\0") == 1 for pair in pairs)
