@@ -102,7 +102,7 @@ def test_info(spawn):
 
 MISTAKES = [
     (["variant=mergedw"], "variant: 'mergedw' is not one of "),
-    (["model=nanoo"], "model: 'nanoo' is not one of 300m, baby, gpt-j, gpt2, nano (nearest: nano)"),
+    (["model=nanoo"], "model: 'nanoo' is not one of 300m, baby, gpt-j, gpt2, nano, nano_encoder, "),
     (["train.stps=5"], "train.stps: there is no such key (nearest: train.steps)"),
     (["datas=text"], "datas: there is no such key"),
     (["+zzz=3"], "zzz: there is no such key"),
