@@ -117,7 +117,7 @@ def test_variant_label_shows_its_sites(given, name):
 
 
 def test_standard_is_the_same_at_any_site():
-    """So that it is one run, the baseline of all sites."""
+    """It is one run, the baseline of all sites."""
     model = ModelConfig("encoder_decoder")
     variants_ = [resolve_variant(VariantConfig(sites=s), model) for s in ("all", "cross")]
     assert variants_[0] == variants_[1]
