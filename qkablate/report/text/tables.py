@@ -77,7 +77,7 @@ def _gap_table(gaps: list[GapSummary], floor: NoiseFloor, summary: StudySummary)
         cells = [gap.arm, format_known(gap.mean, format_nats), format_gap_interval(gap)]
         cells += [gap.short_verdict, format_p(gap.p_holm), str(gap.n)]
         cells += [format_percent_more(gap.params_percent)]
-        cells += [format_known(gap.perplexity_percent, "{:+z.2f} %".format)]
+        cells += [format_known(gap.perplexity_percent, "{:+.2f} %".format)]
         if has_documents:
             cells.append(format_known(gap.document_error and gap.document_error.se))
         cells += [format_known(gap.detectable)]

@@ -279,11 +279,14 @@ def test_proposed_sweep_names_the_rate_of_the_circuit(tmp_path, rate):
     assert not any(word.startswith(("seed=0", "threads", "sweep.baseline")) for word in words)
 
 
-def test_settings_that_follow_from_others_are_no_axes(tmp_path):
+def test_settings_that_follow_from_others_are_no_axes(tmp_path, capfd):
     short, long = train_beside(tmp_path), train_beside(tmp_path, "train.steps=12")
     words = propose_sweep(long, short)
     assert {"train.steps=12,2", "sweep.baseline={train.steps: 2}"} <= {*words}
     assert not any(word.startswith(("train.eval", "optim.warmup")) for word in words)
+    capfd.readouterr()
+    run_in(tmp_path, "sweep", *words, "--dry-run")
+    assert "2 runs already" in capfd.readouterr().out
     wide = train_beside(tmp_path, "train.steps=12", "optim.warmup=5", "train.batch_size=16")
     words = propose_sweep(wide, long)  # 16 is the default
     assert {"train.batch_size=16,2", "optim.warmup=5,2", "train.steps=12"} <= {*words}
