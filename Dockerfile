@@ -7,6 +7,7 @@ COPY pyproject.toml constraints.txt README.md LICENSE ./
 COPY conf conf
 COPY qkablate qkablate
 RUN pip install --no-cache-dir --constraint constraints.txt uv \
+    && if [ -z "$UV_TORCH_BACKEND" ]; then unset UV_TORCH_BACKEND; fi \
     && uv pip install --system --no-cache --compile-bytecode --constraint constraints.txt .
 RUN useradd --create-home qkablate && install --directory --owner qkablate /work/outputs
 USER qkablate

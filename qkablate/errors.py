@@ -63,23 +63,32 @@ def find_nearest(word: str, known: Iterable[str]) -> str:
         return synonym
     names = synonyms | names
     bare = word.lstrip("-")
+    if not bare:
+        return ""
     # Flags are short words: to be near, more of one has to agree, or its beginning.
-    begins = [name for name in names if bare and bare != word and name.startswith(bare)]
-    cutoff = 0.6 if bare == word else 0.65
-    match = begins or difflib.get_close_matches(bare, names, n=1, cutoff=cutoff)
+    begins = [name for name in names if bare != word and name.startswith(bare)]
+    match = begins or _closest(bare, names, 1, 0.6 if bare == word else 0.65)
     return names[match[0]] if match else ""
+
+
+def _closest(word: str, names: Iterable[str], most: int, cutoff: float) -> list[str]:
+    """Return the names closest to `word`, in upper or lower case."""
+    folded = {name.lower(): name for name in names}
+    return [folded[x] for x in difflib.get_close_matches(word.lower(), folded, most, cutoff)]
 
 
 def not_one_of(word: str, known: Iterable[str], command: str = "--help") -> str:
     """Return that a word is not one of the known names: the nearest first, and the rest if few.
 
-    Of a long list, which the command shows in full, only the names most like the word are given.
+    Of a long list, which the command (if any) shows in full, only the names most like the word are
+    given.
     """
     names = list(known)
     listed, more = names, ""
     if len(names) > _LONGEST_LIST:
-        listed = difflib.get_close_matches(word, names, n=3, cutoff=0)
+        listed = _closest(word, names, 3, 0.0)
         more = f", … (`{command}` lists all {len(names)})"
+        more = more if command else f" and {len(names) - len(listed)} more"
     shown = f"'{sanitize(word[:40])}'{nearest_hint(word, names)}"
     return f"{shown} is not one of {', '.join(listed)}{more}"
 

@@ -2,9 +2,20 @@
 
 import pytest
 
-from qkablate.errors import UserError, install_hint, not_one_of, require_extra
+from qkablate.errors import UserError, find_nearest, install_hint, not_one_of, require_extra
 
 SHORT, LONG = ("html", "md", "png", "svg"), tuple(f"name_{n}" for n in range(9))
+
+
+def test_case_plays_no_part_and_no_word_is_near_to_none():
+    assert find_nearest("MERGED_X", ["merged_w", "MQA"]) == "merged_w"
+    assert find_nearest("mqb", ["merged_w", "MQA"]) == "MQA"
+    assert find_nearest("", ["", "-"]) == ""
+    assert "one of name_7, " in not_one_of("NAME_77", LONG)
+
+
+def test_long_list_without_a_command_gives_the_number_of_the_others():
+    assert not_one_of("name_77", LONG, "").endswith(" and 6 more")
 
 
 @pytest.mark.parametrize(

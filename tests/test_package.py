@@ -42,6 +42,23 @@ def test_wheel_that_no_python_has_tried_fails(tmp_path):
     assert "none of these Pythons was found" in done.stderr
 
 
+@pytest.mark.parametrize(("backend", "seen"), [("cpu", "cpu"), ("", "unset")])
+def test_image_gives_uv_a_build_of_torch_or_none(tmp_path, backend, seen):
+    text = (ROOT / "Dockerfile").read_text(encoding="utf-8").replace("\\\n", " ")
+    (line,) = re.findall(r"^RUN (.* uv pip .*)$", text, re.MULTILINE)
+    for name, script in {"pip": "", "uv": 'echo "${UV_TORCH_BACKEND-unset}"'}.items():
+        (tmp_path / name).write_text(f"#!/bin/sh\n{script}\n")
+        (tmp_path / name).chmod(0o755)
+    env = {"PATH": f"{tmp_path}:/usr/bin:/bin", "UV_TORCH_BACKEND": backend}
+    done = subprocess.run(["sh", "-c", line], env=env, capture_output=True, text=True, check=True)
+    assert done.stdout == f"{seen}\n"
+
+
+def test_image_is_built_without_history_environments_and_outputs():
+    ignored = (ROOT / ".dockerignore").read_text(encoding="utf-8").split()
+    assert {".git", ".venv", "outputs", "site", "**/__pycache__", ".*_cache"} <= {*ignored}
+
+
 def test_docs_count_the_claims():
     claims = [load_claim(name) for name in claim_names()]
     assert f" {len(claims)} claims from the literature" in CLAIMS

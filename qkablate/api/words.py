@@ -23,8 +23,9 @@ def reject_unnamed(function: str, unnamed: Sequence[object]) -> None:
     value = unnamed[0]
     if isinstance(value, Mapping):
         raise UserError(f"{function}: a dictionary of keys is written {function}(**settings)")
-    key = next((group for group in ("variant", "sweep") if value in config_names(group)), "variant")
-    raise UserError(f"{function}: {value!r} needs its key, as in {function}({key}={value!r})")
+    name = value if isinstance(value, str) else "no_q"
+    key = next((group for group in ("variant", "sweep") if name in config_names(group)), "variant")
+    raise UserError(f"{function}: {value!r} needs its key, as in {function}({key}={name!r})")
 
 
 def _format_word(key: str, value: Any, axes: bool) -> str:

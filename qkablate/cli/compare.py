@@ -13,6 +13,7 @@ from qkablate.runs.records import is_number
 from qkablate.runs.run import find_runs
 from qkablate.table import (
     format_count,
+    format_nats,
     format_short,
     print_json,
     print_next_commands,
@@ -92,6 +93,8 @@ def _is_sweep(word: str, out: str) -> bool:
 
 
 def _print(comparison: "RunComparison") -> None:
+    from qkablate.analysis.comparison.two_runs import EVAL_TOKENS
+
     short = shorten_names(comparison.runs)
     first_name, second_name = (short[name] for name in comparison.runs)
     print_text(sanitize(f"{first_name} compared with {second_name}"))
@@ -100,7 +103,7 @@ def _print(comparison: "RunComparison") -> None:
     rows = [["status", *comparison.status, ""]]
     for split, losses in comparison.loss.items():
         gap, percent = comparison.gap.get(split), comparison.perplexity_percent.get(split)
-        text = "" if gap is None else f"{gap:+.4f} (perplexity {percent:+.2f} %)"
+        text = "" if gap is None else f"{format_nats(gap)} (perplexity {percent:+z.2f} %)"
         rows.append([f"{split} loss", *map(format_known, losses), text])
     sizes = {
         "params": comparison.params,
@@ -114,9 +117,12 @@ def _print(comparison: "RunComparison") -> None:
     columns = ["", *labels, " − ".join(labels)]
     print_table([*map(sanitize, columns)], [[*map(sanitize, row)] for row in rows])
     if comparison.val_gap:
-        gaps = (f"{format_short(row.tokens)}: {row.gap:+.4f}" for row in comparison.val_gap)
+        gaps = (f"{format_short(row.tokens)}: {format_nats(row.gap)}" for row in comparison.val_gap)
         print()
         print_text(f"validation gap by tokens  {'  '.join(gaps)}")
+    if EVAL_TOKENS in comparison.differ:
+        print()
+        print_text(f"no validation gap: the two evaluations differ in {EVAL_TOKENS}")
     for title, differing in (("they differ in", comparison.differ), ("and in", comparison.unlike)):
         for key, (first, second) in differing.items():
             print_text(sanitize(f"{title:<15} {key}: {first} · {second}"), " " * 16)

@@ -30,8 +30,7 @@ if TYPE_CHECKING:
 HELP = """qkablate inspect: measures of the circuits and the attention of a trained run.
 
 Usage: qkablate inspect RUN [key=value …] [--layer N] [--head N] [--text TEXT]
-                        [--json]
-                            [-o FILE]
+                            [-o FILE] [--json]
 
 RUN is a run's folder, or the beginning of its name or id in outputs/runs. Its
 newest checkpoint is used; the run may still be training. Two tables describe

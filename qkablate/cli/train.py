@@ -51,7 +51,7 @@ def _main(argv: list[str], ranks: Ranks) -> int:
         raise UserError(
             "-m: several processes train one run together; without torchrun, -m trains many"
         )
-    rerun, config_flags = "--rerun" in argv, _find_config_flags(argv)
+    rerun, config_flags = "--rerun" in argv, find_config_flags(argv)
     codes: list[int] = []
     multirun.CheckEveryJob.runs, multirun.CheckEveryJob.folder = [], None
 
@@ -93,7 +93,7 @@ def _main(argv: list[str], ranks: Ranks) -> int:
     return next((code for code in (2, 1, 3) if code in codes), 0)
 
 
-def _find_config_flags(argv: list[str]) -> list[str]:
+def find_config_flags(argv: list[str]) -> list[str]:
     """Return the flags, with their values, that make Hydra read another configuration."""
     flags = []
     for word, following in itertools.zip_longest(argv, argv[1:], fillvalue=""):

@@ -100,13 +100,12 @@ def compose(name: str, schema: type[Any], words: list[str], known: Collection[st
     from omegaconf.errors import OmegaConfBaseException
     from yaml import YAMLError
 
+    mistakes = (HydraException, OmegaConfBaseException, YAMLError, ValueError, OverflowError)
     try:
         folders = tuple(map(str, _search_path()))
         return _compose(name, schema, tuple(words), folders)  # type: ignore[arg-type]
-    except (HydraException, OmegaConfBaseException, YAMLError, ValueError, OverflowError) as error:
+    except (*mistakes, OSError) as error:
         raise UserError(format_error(error, known)) from None
-    except OSError as error:  # OmegaConf's for a file with a number or a text
-        raise UserError(f"{' '.join(words)}: a config file has no map of keys: {error}") from None
 
 
 @functools.lru_cache(maxsize=1000)

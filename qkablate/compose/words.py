@@ -4,10 +4,11 @@ import itertools
 import math
 import os
 import re
+import traceback
 from collections.abc import Collection
 from typing import Any
 
-from qkablate.config import KEYS, check_digits, conf_dir, explain, no_such_key
+from qkablate.config import KEYS, check_digits, conf_dir, config_names, explain, no_such_key
 from qkablate.errors import UserError, find_nearest, not_one_of
 
 MAX_JOBS = 10_000  # of one command: each is checked before the first one starts
@@ -113,7 +114,10 @@ def format_error(error: Exception, known: Collection[str] = ()) -> str:
         options = sorted(error.options or ())
         if not group:
             return f"there is no configuration called '{name}'"
-        return f"{group}: {not_one_of(name, options, _LISTS.get(group, 'qkablate train --help'))}"
+        command = _LISTS.get(group, "qkablate train --help")
+        if {*options} <= {*config_names(group)}:
+            return f"{group}: {not_one_of(name, options, command)}"
+        return f"{group}: {not_one_of(name, options, '')} (`{command}` lists those of qkablate)"
     if isinstance(error, OverrideParseException):
         if "=" not in error.override:
             return f"'{error.override}' is not key=value, as in variant=merged_w"
@@ -125,8 +129,15 @@ def format_error(error: Exception, known: Collection[str] = ()) -> str:
             return f"{key}: '{value}'{hint} cannot be read; write it as in {example}"
         hint = "quote a value with special characters"
         return f"""'{error.override}' cannot be read; {hint}: '{key}="{value.strip('"')}"'"""
+    file, word = find_config_file(error)
+    chosen = f"{word}: " if word else ""
     if isinstance(error, YAMLError):
-        return f"not YAML: {' '.join(text.split())}"
+        return f"{chosen}not YAML: {' '.join(text.split())}"
+    if isinstance(error, UnicodeDecodeError) and file:
+        return f"{chosen}'{file}' is not UTF-8 text"
+    if isinstance(error, OSError):  # without a number it is OmegaConf's, about what is no map
+        problem = error.strerror if error.errno else "not a map of keys to values"
+        return f"{chosen}'{error.filename or file}': {problem}"
     if match := re.match(
         r"In '([^']+)': \w+ raised while composing config:\n(.*)", text, re.DOTALL
     ):
@@ -147,6 +158,15 @@ def format_error(error: Exception, known: Collection[str] = ()) -> str:
         )
     source: Any = cause if cause is not None and hasattr(cause, "full_key") else error
     return explain(source, known)
+
+
+def find_config_file(error: Exception) -> tuple[str, str]:
+    """Return the file that Hydra was reading, and the word that chose it; '' if there is none."""
+    for frame, _ in traceback.walk_tb(error.__traceback__):
+        if frame.f_code.co_name == "load_config" and "full_path" in frame.f_locals:
+            group, _, name = frame.f_locals["config_path"].rpartition("/")
+            return frame.f_locals["full_path"], f"{group}={name}" if group else ""
+    return "", ""
 
 
 def _explain_in_file(text: str, known: Collection[str]) -> str:

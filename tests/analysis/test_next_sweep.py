@@ -1,16 +1,29 @@
 """The sweep that is proposed after a finished one removes its first obstacle."""
 
+import itertools
 import random
 
 import pytest
 
 from qkablate.analysis.comparison.summary import describe_study
 from qkablate.analysis.next_sweep import propose_next_sweep
+from qkablate.compose.configs import make_config, open_hydra
+from qkablate.compose.grid import read_request
 
 
 def proposed(world, loss):
     study = world.finish(loss).study()
     return propose_next_sweep(study, describe_study(study))
+
+
+def compose(command):
+    """Return the configs that a proposed command trains."""
+    with open_hydra():
+        choices = read_request(command[1:]).choices
+        return [
+            make_config(dict(zip(choices, values, strict=True)))
+            for values in itertools.product(*choices.values())
+        ]
 
 
 def losses(lead):
@@ -23,27 +36,64 @@ def losses(lead):
     return loss
 
 
+AT_FLOOR, CLEAR = -0.1, 1.0
+
+
 @pytest.mark.parametrize(
     ("seeds", "lead", "changes"),
     [
-        (3, -0.1, ["train.steps=48", "sweep.name=made-longer"]),
-        (2, -0.1, ["train.steps=48", "sweep.name=made-longer"]),
-        (2, 1.0, ["seed=range(6)", "sweep.name=made-more-seeds"]),
-        (1, 1.0, ["seed=range(6)", "sweep.name=made-more-seeds"]),
-        (3, 1.0, ["sweep.name=made-tuned", "sweep.tune=true"]),
+        ("range(3)", AT_FLOOR, ["train.steps=48", "sweep.name=made-longer"]),
+        ("range(2)", AT_FLOOR, ["train.steps=48", "seed=range(6)", "sweep.name=made-longer"]),
+        ("range(2)", CLEAR, ["seed=range(6)", "sweep.name=made-more-seeds"]),
+        ("10,11", CLEAR, ["seed=0,1,2,3,10,11", "sweep.name=made-more-seeds"]),
+        ("0", CLEAR, ["seed=range(6)", "sweep.name=made-more-seeds"]),
+        ("range(3)", CLEAR, ["sweep.name=made-tuned", "sweep.tune=true"]),
     ],
 )
 def test_more_steps_come_before_seeds_and_seeds_before_tuning(cached_world, seeds, lead, changes):
-    words = ("variant=standard,no_q", f"seed=range({seeds})", "sweep.floor=true")
+    words = ("variant=standard,no_q", f"seed={seeds}", "sweep.floor=true")
     command = proposed(cached_world(*words, "sweep.name=made"), losses(lead))
     assert command[0] == "sweep"
-    assert command[-2:] == changes
+    assert command[-len(changes) :] == changes
     keys = [word.partition("=")[0] for word in command[1:]]
     assert len(keys) == len({*keys})
     assert "variant=standard,no_q" in command
     assert "out" not in keys
+    assert compose(command)
+
+
+@pytest.mark.parametrize(
+    ("length", "steps"),
+    [
+        ("train.steps=12,24", {48, 96}),
+        ("+train.steps=12", {48}),
+        ("train.tokens=384", {48}),  # 32 a step
+        ("train.tokens=384,640", {48, 80}),
+    ],
+)
+def test_longer_sweep_multiplies_every_length(world, corpus, length, steps):
+    small = [word for word in corpus if not word.startswith("train.steps")]
+    words = ("variant=standard,no_q", "seed=range(3)", "sweep.floor=true", "train.steps=auto")
+    words = words if "tokens" in length else words[:3]
+    command = proposed(world(*words, length), losses(AT_FLOOR))
+    assert command[-1] == "sweep.name=grid-longer"
+    given = {word.partition("=")[0] for word in command}
+    configs = compose([*command, *(w for w in small if w.partition("=")[0] not in given)])
+    assert {config.train.steps for config in configs} == steps
+
+
+def test_longer_sweep_is_not_proposed_where_another_key_names_the_length(world):
+    words = ("variant=standard,no_q", "seed=range(3)", "sweep.floor=true")
+    only = "sweep.filter=['train.steps < 20']"
+    assert proposed(world(*words, only), losses(AT_FLOOR)) is None
+
+
+def test_more_seeds_are_none_of_tuning(world):
+    words = ("variant=standard,no_q", "seed=7", "sweep.tune=true", "sweep.tuning_seeds=[0,1]")
+    command = proposed(world(*words), losses(CLEAR))
+    assert command[-2:] == ["seed=2,3,4,5,6,7", "sweep.name=grid-more-seeds"]
 
 
 def test_runs_without_a_gap_lead_to_no_sweep(cached_world):
     world = cached_world("variant=standard", "seed=range(2)", "sweep.name=made")
-    assert proposed(world, losses(1.0)) is None
+    assert proposed(world, losses(CLEAR)) is None

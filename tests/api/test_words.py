@@ -5,7 +5,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from qkablate.api.words import format_words
+from qkablate.api.words import format_words, reject_unnamed
 from qkablate.compose.configs import compose_jobs, open_hydra
 from qkablate.compose.grid import read_request
 from qkablate.errors import UserError
@@ -33,6 +33,24 @@ def test_values_reach_the_config_as_they_are(key):
     (job,) = compose_jobs(["data=text", *format_words({"data.path": "x", key: VALUES[key]})])
     expected = str(VALUES[key]) if isinstance(VALUES[key], Path) else VALUES[key]
     assert read(job.config, key) == expected
+
+
+@pytest.mark.parametrize(
+    ("value", "example"),
+    [
+        ("quick", "sweep='quick'"),
+        ("merged_w", "variant='merged_w'"),
+        ("merged_x", "variant='merged_x'"),
+        (np.array([1, 2]), "variant='no_q'"),
+        (None, "variant='no_q'"),
+        (["a"], "variant='no_q'"),
+    ],
+    ids=repr,
+)
+def test_value_without_its_key_leads_to_an_example(value, example):
+    with pytest.raises(UserError) as error:
+        reject_unnamed("train", [value])
+    assert str(error.value) == f"train: {value!r} needs its key, as in train({example})"
 
 
 def test_numbers_of_numpy_are_numbers():

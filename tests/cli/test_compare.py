@@ -8,6 +8,7 @@ import sys
 
 import pytest
 
+from qkablate.table import format_nats
 from tests.cli.helpers import SIZES, assert_refused, proposed_commands, run_in
 
 LENGTH = ["train.steps=12", "train.batch_size=2", "train.eval_every=6", "tracking.wandb=disabled"]
@@ -88,7 +89,7 @@ def test_pair_as_a_table(qkablate, runs):
     assert head.split() == ["no_q", "standard", "no_q", "−", "standard"]
     gap = result(no_q)["loss"]["test"] - result(standard)["loss"]["test"]
     (test,) = [row for row in rows if row.startswith("test loss")]
-    assert f"{gap:+.4f}" in test
+    assert f" {format_nats(gap)} (" in test
     sizes = {row.split("  ")[0]: row for row in rows}
     ratio = result(no_q)["flops_per_token"] / result(standard)["flops_per_token"]
     assert sizes["FLOPs/token"].endswith(f"ratio {ratio:.3f}")
@@ -210,6 +211,25 @@ def test_run_that_diverged_has_no_gap(qkablate, runs):
     assert output["status"] == ["diverged", "done"]
     assert output["gap"] == {}
     assert qkablate("compare", one.name, other.name).code == 0
+
+
+def test_tiny_gap_keeps_its_magnitude_and_no_zero_a_sign(qkablate, runs):
+    one, _, other = runs
+    losses = dict.fromkeys(("train", "val"), 2.0) | {"test": 2.0 - 3e-6}
+    for folder, loss in ((one, losses), (other, losses | {"test": 2.0})):
+        (folder / "result.json").write_text(json.dumps(result(folder) | {"loss": loss}))
+    done = qkablate("compare", one.name, other.name)
+    assert "-3e-06 (perplexity +0.00 %)" in done.out
+    assert "-0.00" not in done.out.replace("-3e-06", "")
+
+
+def test_validation_gap_is_left_out_where_evaluations_differ(qkablate, runs):
+    one, _, other = runs
+    text = (one / "config.yaml").read_text()
+    (one / "config.yaml").write_text(re.sub(r"eval_tokens: \d+", "eval_tokens: 5", text))
+    done = qkablate("compare", one.name, other.name)
+    assert "no validation gap: the two evaluations differ in train.eval_tokens" in done.out
+    assert "validation gap by tokens" not in done.out
 
 
 @pytest.mark.parametrize("pair", [("no_q", "standard-d16-h2-s0"), ("standard-d16-h2-s1", "no_q")])

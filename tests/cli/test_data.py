@@ -106,7 +106,7 @@ def test_show_prints_an_example_of_every_task(qkablate, task, split):
 
 def test_show_prints_source_and_target_of_a_pair(qkablate):
     done = qkablate("data", "show", "data=reverse", "model=nano_translator", "--count", "2")
-    pairs = re.findall(r"^  (s.*) → (s.*)$", done.out, re.MULTILINE)
+    pairs = re.findall(r"^  source  (s.*)\n  target  (s.*)$", done.out, re.MULTILINE)
     assert len(pairs) == 2
     assert all(source.split() == target.split()[::-1] for source, target in pairs)
 

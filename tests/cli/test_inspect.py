@@ -194,6 +194,8 @@ def test_missing_layer_or_head_is_rejected(inspect):
 def test_help(qkablate):
     done = qkablate("inspect", "--help")
     assert (done.code, done.out, done.err) == (0, PARSER.format_help(), "")
+    usage = done.out.partition("Usage: ")[2].partition("\n\n")[0]
+    assert len(usage.splitlines()) == 2
     assert all(f"  {key}=" in done.out for key in KEYS)
     assert all(flag in done.out for flag in PARSER.flags)
     names = {*circuits.MEASURES, *ATTENTION_MEASURES} - {"singular"}

@@ -433,4 +433,4 @@ def test_encoder_generates_no_text(qkablate):
     trained = qkablate("train", "model=nano_encoder", "data=reverse", *words, "out=encoders")
     assert trained.code == 0, trained.err
     done = qkablate("sample", "standard", "out=encoders")
-    assert_refused(done, "'standard' is a run of an encoder, which generates no text")
+    assert_refused(done, "a run with model.form=encoder generates no text")

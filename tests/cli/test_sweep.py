@@ -342,7 +342,8 @@ def test_missing_config_folder_is_rejected(qkablate):
 
 def test_misspelt_sweep_names_those_of_the_own_folder(qkablate, own_configs):
     done = qkablate("sweep", "--config-dir", str(own_configs), "sweep=mime")
-    assert_refused(done, "sweep: 'mime' (nearest: mine) is not one of mine, ")
+    others = "more (`qkablate sweep --help` lists those of qkablate)"
+    assert_refused(done, "sweep: 'mime' (nearest: mine) is not one of mine, ", others)
 
 
 OWN_MISTAKES = {
@@ -353,8 +354,8 @@ OWN_MISTAKES = {
     "axes: 3": "sweep/mine.yaml: sweep.axes: not a map of keys to values",
     "fixed: [1]": "sweep/mine.yaml: not a map of keys to values",
     "[a, b]": "sweep/mine.yaml: not a map of keys to values",
-    "3": "sweep=mine: a config file has no map of keys",
-    "axes: [a": "mine.yaml",
+    "3": "sweep/mine.yaml': not a map of keys to values",
+    "axes: [a": "sweep=mine: not YAML: ",
     "train.steps: 9": "sweep/mine.yaml: train.steps is a key of the runs; write it in",
     "model: {layers: 1}": "sweep/mine.yaml: model is a key of the runs; write it in axes or fixed",
     "where: [a]": "sweep/mine.yaml: sweep.where: there is no such key (nearest: sweep.filter)",
@@ -369,6 +370,23 @@ def test_mistake_in_an_own_sweep_is_one_line(qkablate, own_configs, content, lin
     done = qkablate("sweep", "--config-dir", str(own_configs), "sweep=mine")
     assert_refused(done, line)
     assert "raised while" not in done.err
+
+
+@pytest.mark.parametrize("words", [["sweep", "sweep=mine"], ["train", "variant=mine"]])
+def test_own_file_that_is_not_utf8_is_named(qkablate, own_configs, words):
+    group = words[1].partition("=")[0]
+    file = own_configs / group / "mine.yaml"
+    file.write_bytes(b"# \xff\n")
+    done = qkablate(words[0], "--config-dir", str(own_configs), words[1])
+    assert_refused(done, f"{group}=mine: '{file.resolve()}' is not UTF-8 text")
+
+
+def test_unreadable_own_file_is_named_with_the_reason(qkablate, own_configs):
+    file = own_configs / "sweep/mine.yaml"
+    file.unlink()
+    file.symlink_to("/proc/self/mem")  # opens, and cannot be read
+    done = qkablate("sweep", "--config-dir", str(own_configs), "sweep=mine")
+    assert_refused(done, "sweep=mine: '", "': Input/output error")
 
 
 def test_train_proposes_the_own_folder_again(qkablate, tiny, own_configs):

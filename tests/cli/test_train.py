@@ -2,7 +2,7 @@
 
 import pytest
 
-from qkablate.cli.train import _find_config_flags
+from qkablate.cli.train import find_config_flags
 
 
 @pytest.mark.parametrize(
@@ -15,7 +15,7 @@ from qkablate.cli.train import _find_config_flags
     ],
 )
 def test_flags_of_other_configurations_are_kept_for_the_next_commands(words, flags):
-    assert _find_config_flags(words) == flags
+    assert find_config_flags(words) == flags
 
 
 def test_a_short_run_says_of_how_many_tokens_its_losses_are(qkablate, tiny):

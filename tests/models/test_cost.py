@@ -78,7 +78,7 @@ def flops_of(row):
 
 
 def test_flops_are_those_of_the_formulas():
-    """Of Vaswani et al.'s layers: T tokens of the target attend to S of the source."""
+    """Cost of Vaswani et al.'s layers, whose T target tokens attend to S source tokens."""
     standard, merged = rows_of("standard"), rows_of("merged_w")
     assert flops_of(standard["encoder"]) == pytest.approx(8 * D**2 * S + 4 * D * S**2)
     assert flops_of(standard["decoder"]) == pytest.approx(8 * D**2 * T + 2 * D * T * (T + 1))

@@ -82,7 +82,7 @@ SOURCES = [[1, 2, 3], [4, 5, 6, 7, 8, 9, 10], [11], [3, 2, 1], [5, 5, 5]]
 @pytest.mark.parametrize("position", ["learned", "rope"])
 def test_one_hypothesis_is_greedy_decoding(end, position):
     """Sources of several lengths keep their order."""
-    model, tokens = large_weights_model(position=position), TargetTokens(START, end, PAD)
+    model, tokens = large_weights_model(position=position), TargetTokens(START, end)
     with torch.no_grad():
         expected = [greedy_reference(model, source, tokens) for source in SOURCES]
     assert translate(model, SOURCES, tokens, beam=1) == expected
@@ -91,7 +91,7 @@ def test_one_hypothesis_is_greedy_decoding(end, position):
 
 
 def test_beam_search_finds_no_worse_targets_and_is_deterministic():
-    model, tokens = large_weights_model("merged_w"), TargetTokens(START, END, PAD)
+    model, tokens = large_weights_model("merged_w"), TargetTokens(START, END)
 
     def score(source, target):
         known = [START, *target, END][: CONTEXT + 1]
@@ -149,4 +149,4 @@ def test_diverged_model_is_rejected():
     with torch.no_grad():
         model.norm.weight.fill_(float("nan"))
     with pytest.raises(UserError, match="not finite"):
-        translate(model, [[1]], TargetTokens(START, END, PAD))
+        translate(model, [[1]], TargetTokens(START, END))

@@ -1,5 +1,6 @@
 """Two runs compared at a glance: one pair is a single number, not a verdict."""
 
+import dataclasses
 import functools
 import itertools
 import math
@@ -13,7 +14,8 @@ from qkablate.analysis.comparison.gaps import perplexity_percent
 from qkablate.analysis.study.loss_curves import VAL, read_loss_curves
 from qkablate.analysis.study.standalone_runs import read_standalone_runs
 from qkablate.analysis.study.study import Record, Study, as_dict, read_facts
-from qkablate.config import Role, has_role
+from qkablate.config import KEYS, Config, Role, flatten, from_plain, has_role, resolve
+from qkablate.config.sweep import as_quoted
 from qkablate.errors import UserError
 from qkablate.runs.records import is_number, read_config, read_result
 from qkablate.runs.run import find_run, find_runs
@@ -23,6 +25,7 @@ _LIKE = ["data_fingerprint", "precision", "matmul", "device", "kernel", "threads
 _LIKE += ["torch", "cpu"]
 Both = tuple[Any, Any]  # a value of each run
 _RATES = ("between", "matched", "same")  # names of variant.lr, the default first
+EVAL_TOKENS = "train.eval_tokens"  # where it differs, there is no gap in validation
 
 
 @dataclass(frozen=True)
@@ -84,6 +87,9 @@ def compare_runs(first: Path, second: Path) -> RunComparison:
     losses = {s: (_loss(result, s), _loss(other_result, s)) for s in ("train", "val", "test")}
     gaps = {s: a - b for s, (a, b) in losses.items() if a is not None and b is not None}
     curve, other_curve = read_loss_curves(first)[VAL], read_loss_curves(second)[VAL]
+    if EVAL_TOKENS in differ:
+        gaps.pop("val", None)
+        curve = {}
     status, other_status = (str(one.get("status", "no result")) for one in results)
     params, total_params = zip(*map(_sizes, results), strict=True)
     keys = ("flops_per_token", "seconds", "packed")
@@ -120,6 +126,8 @@ def propose_sweep(first: Path, second: Path) -> list[str] | None:
     named = [name for name in _RATES if all(name in _rate_names(record) for record in records)]
     for values in (settings, others) if named else ():
         values["variant.lr"] = named[0]
+    _fill_in(settings, others, flatten(study.arms[records[0].run.arm].config))
+    _fill_in(others, settings, flatten(study.arms[records[1].run.arm].config))
     differ = _differences(settings, others, {**settings, **others})
     if len(differ) > 2 or any(None in values for values in differ.values()):
         return None
@@ -130,15 +138,36 @@ def propose_sweep(first: Path, second: Path) -> list[str] | None:
     if "variant" not in differ and differ:
         baseline = ", ".join(f"{key}: {other}" for key, (_, other) in differ.items())
         words.append(f"sweep.baseline={{{baseline}}}")
-    elif "standard" not in differ.get("variant", ("standard",)):
+    elif differ and others["variant"] != "standard":
         words.append(f"sweep.baseline={others['variant']}")
     return [*words, "seed=range(6)"]
 
 
 def _settings(study: Study, record: Record) -> dict[str, str]:
-    """Return the settings that repeat a run, without its seeds."""
+    """Return the settings that repeat a run, without its seeds and what follows from others."""
+    automatic = _automatic_keys(study.arms[record.run.arm].config)
     pairs = (word.partition("=") for word in study.overrides_of(record.run))
-    return {key: value for key, _, value in pairs if _is_repeated(key)}
+    return {key: value for key, _, value in pairs if _is_repeated(key) and key not in automatic}
+
+
+def _fill_in(settings: dict[str, str], others: dict[str, str], values: dict[str, Any]) -> None:
+    """Add the settings that only the other run has, where this one has a value of them, too."""
+    for key in others.keys() - settings.keys():
+        belongs = not has_role(key, Role.VARIANT) or settings["variant"] == others["variant"]
+        if belongs and values[key] is not None:
+            settings[key] = as_quoted(values[key])
+
+
+def _automatic_keys(config: Config) -> set[str]:
+    """Return the keys of a frozen config that have the value which `auto` stands for."""
+    # The steps decide the others; keys without a section depend on the machine.
+    keys = {k for k in KEYS if "auto" in KEYS[k].choices and "." in k and k != "train.steps"}
+    content = dataclasses.asdict(config)
+    for key in keys:
+        section, _, leaf = key.partition(".")
+        content[section][leaf] = "auto"
+    values, resolved = flatten(config), flatten(resolve(from_plain(content)))
+    return {key for key in keys if values[key] == resolved[key]}
 
 
 def _rate_names(record: Record) -> list[str]:

@@ -128,8 +128,8 @@ def _make_arm(settings: dict[str, Any], identity: dict[str, Any]) -> Arm:
         overrides=_overrides(config),
         config=config,
         facts={key: identity[key] for key in ("vocabulary", "data_fingerprint")},
-        # 0: unknown. Sizes follow from the first result of a run (_with_sizes); the validation
-        # tokens only serve to plan sweeps.
+        # 0: unknown. Sizes follow from the first result of a run (_with_sizes); the test tokens
+        # only serve to plan sweeps.
         test_tokens=0,
         params=0,
         total_params=0,

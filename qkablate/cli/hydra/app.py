@@ -10,7 +10,7 @@ from typing import Any
 
 from qkablate.cli.arguments import key_hint
 from qkablate.compose.register import register
-from qkablate.compose.words import check_word, format_error
+from qkablate.compose.words import check_word, find_config_file, format_error
 from qkablate.config import KEYS, Config, conf_dir
 from qkablate.errors import UserError, nearest_hint, not_one_of
 
@@ -109,6 +109,8 @@ def _sort_flags(argv: list[str]) -> list[str]:
 
 def _raised_by_hydra(error: Exception) -> bool:
     """Return whether Hydra, a plugin of it or OmegaConf raised the error: a mistake of the user."""
+    if isinstance(error, UnicodeDecodeError):
+        return bool(find_config_file(error)[0])
     frames = [frame for frame, _ in traceback.walk_tb(error.__traceback__)]
     package = str(frames[-1].f_globals.get("__name__", "")).partition(".")[0]
     return package in ("hydra", "hydra_plugins", "omegaconf", "antlr4", "yaml", "optuna")

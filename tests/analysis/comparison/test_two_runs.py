@@ -142,6 +142,16 @@ def test_curves_are_compared_at_common_readings(make):
     assert compare_runs(one, other).val_gap == [GapReading(32, 0.5), GapReading(96, -0.25)]
 
 
+def test_validation_losses_of_other_tokens_have_no_gap(make):
+    config = CONFIG + "train: {eval_tokens: 64}\n"
+    one = make("one", config, curve=[(32, 4.0)])
+    other = make("other", config.replace("64", "128"), curve=[(32, 3.5)])
+    comparison = compare_runs(one, other)
+    assert comparison.val_gap == []
+    assert {*comparison.gap} == {"train", "test"}
+    assert comparison.loss["val"] == (2.25, 2.25)
+
+
 @pytest.mark.parametrize(
     "result",
     [
@@ -269,9 +279,27 @@ def test_proposed_sweep_names_the_rate_of_the_circuit(tmp_path, rate):
     assert not any(word.startswith(("seed=0", "threads", "sweep.baseline")) for word in words)
 
 
+def test_settings_that_follow_from_others_are_no_axes(tmp_path, capfd):
+    short, long = train_beside(tmp_path), train_beside(tmp_path, "train.steps=12")
+    words = propose_sweep(long, short)
+    assert {"train.steps=12,2", "sweep.baseline={train.steps: 2}"} <= {*words}
+    assert not any(word.startswith(("train.eval", "optim.warmup")) for word in words)
+    capfd.readouterr()
+    run_in(tmp_path, "sweep", *words, "--dry-run")
+    assert "2 runs already" in capfd.readouterr().out
+    wide = train_beside(tmp_path, "train.steps=12", "optim.warmup=5", "train.batch_size=16")
+    words = propose_sweep(wide, long)  # 16 is the default
+    assert {"train.batch_size=16,2", "optim.warmup=5,2", "train.steps=12"} <= {*words}
+    heads = (train_beside(tmp_path, "variant=low_rank_w", f"model.heads={n}") for n in (1, 4))
+    assert "model.heads=1,4" in propose_sweep(*heads)  # the ranks follow
+
+
 def test_proposed_sweep_has_the_second_run_as_its_baseline(tmp_path):
     no_q, merged = (train_beside(tmp_path, f"variant={name}") for name in ("no_q", "merged_w"))
     assert "sweep.baseline=merged_w" in propose_sweep(no_q, merged)
+    standard = train_beside(tmp_path)
+    assert "sweep.baseline=merged_w" in propose_sweep(standard, merged)
+    assert not any(w.startswith("sweep.baseline") for w in propose_sweep(merged, standard))
     short = train_beside(tmp_path, "variant=no_q", "model.context=8")
     words = propose_sweep(no_q, short)
     assert {"variant=no_q", "model.context=16,8", "sweep.baseline={model.context: 8}"} <= {*words}

@@ -20,5 +20,5 @@ def test_score_and_signature():
 
 def test_missing_extra_is_one_line(monkeypatch):
     monkeypatch.setitem(sys.modules, "sacrebleu", None)
-    with pytest.raises(UserError, match=r"pip install 'qkablate\[translate\]'"):
+    with pytest.raises(UserError, match=r"pip install '\.\[translate\]'"):
         score_bleu(["a"], ["a"])
