@@ -118,7 +118,9 @@ def brightness(shown) -> float:
 
 def fits(shown) -> bool:
     """Return whether nothing makes the page itself scroll sideways."""
-    return shown.evaluate("document.documentElement.scrollWidth <= innerWidth")
+    return shown.evaluate(
+        "(page => page.scrollWidth <= page.clientWidth)(document.documentElement)"
+    )
 
 
 @pytest.mark.slow
@@ -203,6 +205,19 @@ def test_arms_are_cards_on_a_phone(opened, address):
     assert not shown.locator(".cards td[data-empty]").first.is_visible()
     label = "getComputedStyle(cell, '::before').content"
     assert card.locator("td[data-label=parameters]").evaluate(f"cell => {label}") == '"parameters"'
+
+
+def test_long_verdict_does_not_widen_the_page(opened, cached_world, tmp_path):
+    world = cached_world("variant=standard,no_q", "seed=range(4)", "sweep.floor=true")
+    worse = losses(world.manifest)
+    at_floor = {"uniform": -10.1}  # 10 is added to the floor
+    for run in world.runs():
+        world.write(run, worse(run) + at_floor.get(world.manifest.arms[run.arm].variant, 0.0))
+    shown = opened(write(world, tmp_path / "long.html"), viewport={"width": 390, "height": 7000})
+    longest = "option => option.textContent.length"
+    options = shown.locator("select[data-verdict] option").all()
+    assert max(option.evaluate(longest) for option in options) > 55
+    assert fits(shown)
 
 
 def test_charts_are_not_cut_on_a_phone(opened, cached_world, tmp_path):

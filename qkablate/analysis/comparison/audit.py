@@ -4,7 +4,7 @@ import math
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
-from qkablate.analysis.comparison.decision import BEFORE_ATTENTION, RateScope
+from qkablate.analysis.comparison.decision import BEFORE_NGRAMS, RateScope
 from qkablate.analysis.comparison.gaps import MARGINS, ROUNDING_PAIR, Gap, is_sensitive
 from qkablate.analysis.comparison.lr_curves import LrCurve
 from qkablate.analysis.stats import MIN_PAIRS
@@ -86,7 +86,7 @@ def audit(
 LIMITS = {
     "learning rate": RateScope.THESE_RATES,
     "documents": "on these documents",
-    "n-grams": BEFORE_ATTENTION,
+    "n-grams": BEFORE_NGRAMS,
 }
 
 
@@ -248,7 +248,7 @@ def _check_floor(gap: Gap, margin: float | None) -> Answer:
 
 
 def _check_ngrams(gap: Gap) -> Answer:
-    """Compare the baseline with n-grams, which it has to beat before attention matters."""
+    """Compare the baseline with n-grams, which need no attention."""
     name, lead = gap.baseline.name, gap.baseline.lead_over_ngrams
     if lead is None:
         done = gap.baseline.with_status("done")

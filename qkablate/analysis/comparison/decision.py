@@ -87,6 +87,7 @@ def decide(gap: Gap, p_holm: float | None, margin: MarginTest | None = None) -> 
 
 # What a decision is limited to whose baseline has not beaten the best n-gram on its text, and a
 # "worse" whose baseline has not beaten the floor.
+BEFORE_NGRAMS = "before the model beats an n-gram"
 BEFORE_ATTENTION = "before attention mattered"
 
 

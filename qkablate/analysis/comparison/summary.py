@@ -11,6 +11,7 @@ from qkablate.analysis.comparison.audit import AuditCheck, audit, find_limits
 from qkablate.analysis.comparison.curves import CurveSummary, describe_curve
 from qkablate.analysis.comparison.decision import (
     BEFORE_ATTENTION,
+    BEFORE_NGRAMS,
     Decision,
     MarginTest,
     RateScope,
@@ -96,8 +97,8 @@ class GapSummary(Estimate):
         """Learning rates, documents and stage of training that the decision is limited to."""
         limits = [limit for limit in find_limits(self.audit) if limit != RateScope.THESE_RATES]
         # A loss shows without a floor that is beaten; but attention is not what was lost.
-        if self.at_floor and self.decision == Decision.WORSE and BEFORE_ATTENTION not in limits:
-            limits.append(BEFORE_ATTENTION)
+        if self.at_floor and self.decision == Decision.WORSE:
+            limits = [*(limit for limit in limits if limit != BEFORE_NGRAMS), BEFORE_ATTENTION]
         return [*filter(None, [self.rates, *limits])]
 
     @property

@@ -5,7 +5,13 @@ from collections import Counter
 from qkablate.analysis.claims.judgement import PartJudgement
 from qkablate.analysis.claims.measures import Unit
 from qkablate.analysis.comparison.audit import AuditCheck
-from qkablate.analysis.comparison.decision import BEFORE_ATTENTION, Decision, RateScope, Verdict
+from qkablate.analysis.comparison.decision import (
+    BEFORE_ATTENTION,
+    BEFORE_NGRAMS,
+    Decision,
+    RateScope,
+    Verdict,
+)
 from qkablate.analysis.comparison.summary import GapSummary
 from qkablate.report.section import Section, format_n
 from qkablate.report.text.numbers import (
@@ -143,7 +149,7 @@ def _summarize_gaps(
     scopes = {scope for gap in decided for scope in gap.scopes} - {RateScope.SIGN_DEPENDS}
     text += f"; this holds {_join(sorted(scopes))}" if scopes else ""
     if behind := _describe_baselines(section, measured):
-        text += f"{':' if BEFORE_ATTENTION in scopes else ';'} {behind}"
+        text += f"{':' if scopes & {BEFORE_ATTENTION, BEFORE_NGRAMS} else ';'} {behind}"
     return text
 
 

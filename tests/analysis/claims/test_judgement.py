@@ -547,8 +547,8 @@ def test_verdict_says_that_the_baseline_is_behind_the_ngrams(world, gap, word, b
 
     found = judged(frozen(world, own).finish(outcome), own)
     assert found.word == word
-    assert ("before attention mattered" in found.scope) == is_before
+    assert ("before the model beats an n-gram" in found.scope) == is_before
     text = "\n".join(format_judgement(found))
-    assert (f"{word} at these rates, before attention mattered" in text) == is_before
+    assert (f"{word} at these rates, before the model beats an n-gram" in text) == is_before
     assert ("does not beat the best n-gram" in text) == is_before
     assert ("beats the best n-gram by" in text) != is_before

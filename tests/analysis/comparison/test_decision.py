@@ -274,6 +274,23 @@ def test_loss_beside_the_floor_is_one_before_attention_mattered(cached_world):
 
 
 @pytest.mark.parametrize(
+    ("lead", "words"),
+    [(1.0, "before the model beats an n-gram"), (-0.1, "before attention mattered")],
+)
+def test_loss_names_the_floor_or_else_the_ngrams(cached_world, lead, words):
+    loss = losses(0.1, lead)
+    references = {"tokens": 1000, "ngram": [3.1, 0.5], "lzma": 1.5}
+
+    def outcome(run):
+        floor = FLOOR_LEAD * run.arm.startswith("uniform")
+        splits = dict.fromkeys(("train", "val", "test"), loss(run) + floor)
+        return {"loss": splits, "text_references": references}
+
+    gap = only_gap(cached_world(*WORDS), outcome)
+    assert gap.verdict == f"worse at this rate (not tuned), {words}"
+
+
+@pytest.mark.parametrize(
     ("loss", "margin", "short"),
     [
         (losses(lead=-0.1), None, "no verdict"),
