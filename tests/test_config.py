@@ -415,7 +415,7 @@ TRANSLATOR = ["model=nano_translator", "data=reverse"]
         (["model.source=7"], "model.source: 7 is shorter than the data.copy_length=8 tokens"),
         (
             ["model.form=encodr"],
-            "'encodr' is not one of decoder, encoder, encoder_decoder (nearest",
+            "'encodr' (nearest: encoder) is not one of decoder, encoder, encoder_decoder",
         ),
         (["data=recall"], "recall has no pairs of source and target"),
         (["data=stdlib"], "stdlib is a text for model.form=decoder"),

@@ -54,10 +54,12 @@ Columns
   score matrix   memory of one sequence's scores in one layer, for a kernel that
                  stores them all
   KV/token       cache of a decoder per token, all layers
-A model with an encoder and a decoder has a row per site: encoder, decoder and cross-attention. Its
-FLOPs are per token of the target, for a source of model.source tokens; the KV/token of
-cross-attention is per token of the source, and layers that cache the source itself share one copy.
-Bytes are those of 16-bit numbers; with precision=fp32, of 32-bit numbers.
+
+A model with an encoder and a decoder has a row per site: encoder, decoder and
+cross-attention. Its FLOPs are per token of the target, for a source of
+model.source tokens; the KV/token of cross-attention is per token of the source,
+and layers that cache the source itself share one copy. Bytes are those of
+16-bit numbers; with precision=fp32, of 32-bit numbers.
 
 Flags
 {flags}
