@@ -32,8 +32,8 @@ Usage: qkablate data list [--json]
   prepare  convert text to tokens on disk, once; train does so itself if needed
   info     source, splits, counts, tokenizer, fingerprint
   show     windows as the model receives them: text, the sequences of a task
-           with their answers, or source and target of its pairs for a model with
-           an encoder
+           with their answers, or source and target of its pairs for a model
+           with an encoder
 
 Keys are those of `qkablate train`: data=NAME and all of data.*, model.*, seed.
 
