@@ -350,7 +350,7 @@ MISTAKES = [
     (["smal-0"], "there is no sweep or run 'smal-0' in 'outputs' (nearest: small"),
     (["smalll"], "(nearest: small)"),
     (["out=nowhere"], "there is no sweep in 'nowhere' (it has none); start one: qkablate"),
-    (["one", "two"], "there is no sweep or run 'one' in 'outputs'"),
+    (["one", "two"], "no sweep or run 'one' in 'outputs'; `qkablate ls` lists them"),
     (["--jsn"], "'--jsn' (nearest: --json) is not one of "),
     (["--fromat", "md"], "(nearest: --format)"),
     (["--format", "jsno"], "--format: 'jsno' (nearest: json) is not one of table, csv, json, md"),
