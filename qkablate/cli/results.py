@@ -138,7 +138,7 @@ def main(argv: list[str]) -> int:
                 print_text(sanitize(f"\nnot read: {line}"))
             print()
             for sentence in summarize(section):
-                print_text(sentence, "", has_words=True)
+                print_text(sentence, "")
             margin = [] if args.margin is None else ["--margin", f"{args.margin:g}"]
             times_file = ["--times", args.times] if args.times else []
             command = ["results", *named, *margin, *times_file]

@@ -102,6 +102,8 @@ def test_output_is_no_wider_than_the_terminal(qkablate, sweep, monkeypatch, word
     monkeypatch.setattr("qkablate.table.find_screen", lambda stream: screen)
     colored = qkablate("results", *words).out
     assert "\x1b[31mworse" in colored
+    answer = colored[colored.index("\nCompared with") : colored.index("\x1b[1mNext")]
+    assert "\x1b" not in answer  # it is prose
     lines = re.sub(r"\x1b\[\d+m", "", colored).splitlines()
     assert max(map(len, lines)) <= width
     assert {*wide.split()} <= {*" ".join(lines).split()}  # no word is broken
