@@ -216,7 +216,7 @@ def test_proposed_command_works(qkablate, sweep):
     assert "sweep.name=small" not in settle
     verbs = ["results", "results", "report", "results"]
     assert [words[:3] for words in others] == [["qkablate", verb, sweep.name] for verb in verbs]
-    assert others[0][-2:] == ["--margin", "0.01"]
+    assert others[0][-2:] == ["--margin", "0.004"]
     assert others[1][-1] == "--all"
     assert others[3][-1] == "--json"
     for words in commands:
@@ -402,3 +402,14 @@ def test_completion(qkablate, monkeypatch, sweep, shell):
     assert complete(qkablate, monkeypatch, "qkablate results sm", shell) == [sweep.name]
     assert complete(qkablate, monkeypatch, "qkablate results --m", shell) == ["--margin"]
     assert complete(qkablate, monkeypatch, "qkablate results small --format m", shell) == ["md"]
+
+
+@pytest.mark.parametrize(
+    ("detectable", "proposed"), [(0.0271, "0.03"), (7.4e-5, "8e-05"), (0.02, "0.02"), (None, None)]
+)
+def test_proposed_margin_can_be_shown(qkablate, sweep, monkeypatch, detectable, proposed):
+    monkeypatch.setattr(
+        "qkablate.analysis.comparison.gaps.Family.detectable", lambda self, gap: detectable
+    )
+    commands = [line for line in qkablate("results").out.splitlines() if "--margin" in line]
+    assert [line.partition("--margin ")[2] for line in commands] == [proposed] * bool(proposed)
