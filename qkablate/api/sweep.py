@@ -46,7 +46,7 @@ def sweep(*unnamed: Never, retry_failed: bool = False, **keys: Any) -> "Study":
     """
     from qkablate.analysis.study.study import read_study
 
-    for name in unnamed:
+    for name in map(str, unnamed):
         with suppress(NoMatch):
             find_sweep(name, str(keys.get("out", "outputs")))
             raise UserError(f"'{name}' is a sweep in outputs: load_sweep({name!r}) reads it")
