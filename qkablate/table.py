@@ -25,11 +25,9 @@ def print_table(
     print("\n".join(format_table(columns, rows, left, wrap, keys, find_screen(sys.stdout))))
 
 
-def print_text(text: str, indent: str = "  ", *, has_words: bool = False) -> None:
-    """Print a line, wrapped to the terminal; with `has_words` its outcomes are colored."""
-    screen = find_screen(sys.stdout)
-    lines = "\n".join(screen.wrap(text, indent))
-    print(screen.paint_words(lines) if has_words else lines)
+def print_text(text: str, indent: str = "  ") -> None:
+    """Print a line, wrapped to the terminal."""
+    print("\n".join(find_screen(sys.stdout).wrap(text, indent)))
 
 
 def print_heading(text: str) -> None:

@@ -136,7 +136,9 @@ def _read_records(runs: Study | Record | Iterable[Record]) -> Iterable[Record]:
         return runs.records
     if isinstance(runs, Record):
         return [runs]
-    records = [] if isinstance(runs, str) else [*runs]
-    if isinstance(runs, str) or not all(isinstance(record, Record) for record in records):
+    if isinstance(runs, str):
+        raise UserError(f"runs: '{runs}' is a name; load_sweep({runs!r}) reads that sweep")
+    records = [*runs]
+    if not all(isinstance(record, Record) for record in records):
         raise UserError(f"runs: {runs!r} are no runs; load_runs and load_sweep read them from disk")
     return records

@@ -1,5 +1,6 @@
 """Plan and run a sweep: for `qkablate.sweep`, `qkablate sweep` and `qkablate claim run`."""
 
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Never
@@ -11,6 +12,7 @@ from qkablate.compose.grid import EmptyGrid, SweepRequest, read_request
 from qkablate.dashboard.sweep_run import make_sweep_tables
 from qkablate.disk import make_folder
 from qkablate.errors import UserError
+from qkablate.runs.run import NoMatch
 from qkablate.sweeps.planning.manifest import Manifest, find_sweep, freeze
 from qkablate.sweeps.running import results
 from qkablate.sweeps.running.progress_table import ProgressTable
@@ -44,6 +46,10 @@ def sweep(*unnamed: Never, retry_failed: bool = False, **keys: Any) -> "Study":
     """
     from qkablate.analysis.study.study import read_study
 
+    for name in map(str, unnamed):
+        with suppress(NoMatch):
+            find_sweep(name, str(keys.get("out", "outputs")))
+            raise UserError(f"'{name}' is a sweep in outputs: load_sweep({name!r}) reads it")
     reject_unnamed("sweep", unnamed)
     words = format_words(keys, axes=True)
     with open_hydra():

@@ -93,6 +93,8 @@ def dispatch(argv: list[str]) -> int:
     """Run the verb that argv names, and return its exit code."""
     reject_secrets({f"word {number}": word for number, word in enumerate(argv, 1)})
     verb = argv[0] if argv else "--help"
+    if verb == "help" and len(argv) > 1:
+        return dispatch([argv[1], "--help"])
     if verb in ("-h", "--help", "help"):
         print(HELP.format(verbs="\n".join(f"  {n:<12}{text}" for n, text in VERBS.items())), end="")
         return 0
@@ -101,6 +103,8 @@ def dispatch(argv: list[str]) -> int:
         return 0
     if verb in ("-sc", "--shell-completion"):
         return int(import_module("qkablate.cli.completion").main(argv))
+    if verb in ("-v", "-V", "version"):
+        raise UserError(f"'{verb}': the version is shown by qkablate --version")
     if verb not in VERBS:
         raise UserError(f"verb {not_one_of(verb, VERBS, 'qkablate --help')}")
     return int(load_verb(verb).main(argv[1:]))

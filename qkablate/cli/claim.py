@@ -336,7 +336,7 @@ def _print(judgement: "Judgement", looks: list["Judgement"], out: str) -> None:
             summary = _summarize(look)
             if not look.has_ended:
                 summary += f", {look.study.ended} of {look.study.expected} runs have ended"
-            print_text(f"with {look.n} seeds: {summary}", has_words=True)
+            print_text(f"with {look.n} seeds: {summary}")
     for claim in (entry.claim for entry in find_registrations(out, judgement.claim.name)):
         if claim.hash != judgement.claim.hash and (
             other := counting_judgement(judge_looks(claim, out))

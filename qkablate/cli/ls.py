@@ -241,8 +241,8 @@ def _print(
         columns = ["sweep", "status", "done", "variants", "data", "age"]
         print_table(columns, [[*map(sanitize, row)] for row in rows], 2, ("variants", "sweep"))
         _print_rest(len(sweeps) - len(rows))
-        print()
     if runs:
+        print("\n" * bool(sweeps), end="")
         short = shorten_names(run.name for run in runs)
         table = [
             [

@@ -43,9 +43,15 @@ the command
 _MAX_WORDS = 4  # runs or sweeps that the command printed at the end repeats
 
 
+def _convert_format(text: str) -> str:
+    if text in ("text", "txt", "table"):
+        raise UserError(f"'{text}' is what `qkablate results` prints")
+    return one_of(FORMATS)(text)
+
+
 PARSER = Parser(HELP, KINDS, (*FORMATS, "out="))
 PARSER.option("-o", "FILE", "the file to write; its extension may name the format")
-PARSER.option("--format", "|".join(FORMATS), "output format", one_of(FORMATS))
+PARSER.option("--format", "|".join(FORMATS), "output format", _convert_format)
 PARSER.option("--margin", "NATS", "as in `qkablate results`", margin)
 
 

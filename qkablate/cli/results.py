@@ -2,6 +2,7 @@
 
 import csv
 import dataclasses
+import math
 import shlex
 import sys
 from contextlib import suppress
@@ -138,14 +139,15 @@ def main(argv: list[str]) -> int:
                 print_text(sanitize(f"\nnot read: {line}"))
             print()
             for sentence in summarize(section):
-                print_text(sentence, "", has_words=True)
+                print_text(sentence, "")
             margin = [] if args.margin is None else ["--margin", f"{args.margin:g}"]
             times_file = ["--times", args.times] if args.times else []
             command = ["results", *named, *margin, *times_file]
             more = [*study.resume_commands]
             if study.is_complete and (sweep := propose_next_sweep(study, summary)):
                 more.append([*sweep, *study.cli_arguments[1:], "--dry-run"])
-            more += [[*command, "--margin", "0.01"]] if args.margin is None else []
+            if args.margin is None and (nats := _propose_margin(summary.gaps)):
+                more.append([*command, "--margin", nats])
             more += [] if show_all else [[*command, "--all"]]
             print_next_commands(*more, ["report", *named, *margin], [*command, "--json"])
         sys.stdout.flush()
@@ -161,6 +163,15 @@ def print_tables(tables: "list[Table]") -> None:
         print_table(table.columns, [[*map(sanitize, row)] for row in table.rows])
         for note in table.notes:
             print_text(sanitize(f"  {note}"))
+
+
+def _propose_margin(gaps: "list[GapSummary]") -> str:
+    """Return the largest gap that the runs detect, rounded up to one digit; '' if none is known."""
+    detectable = max((gap.detectable or 0.0 for gap in gaps), default=0.0)
+    if not 0 < detectable < 50:
+        return ""
+    digit = 10.0 ** math.floor(math.log10(detectable))
+    return f"{math.ceil(detectable / digit) * digit:.1g}"
 
 
 def _print_csv(gaps: "list[GapSummary]") -> None:

@@ -26,6 +26,8 @@ _OTHER_CONFIGS = {"--config-dir", "-cd", "--config-path", "-cp", "--config-name"
 
 _MAX_NAMES = 6  # runs that the command printed after a multirun names
 
+_SEEDS = "seed=range(6)"  # of the sweep that it names
+
 PARSER = Parser("")
 PARSER.switch("--rerun", "train again, even if the run is done")
 
@@ -193,15 +195,9 @@ def print_next(result: dict[str, Any], overrides: list[str], folder: Path, lr: f
         ignored = ("variant=", *keys_with(Role.VARIANT), "seed=", "~", "hydra")
         words = [word for word in overrides if not word.startswith(ignored)]
         other = "standard" if result["variant"] != "standard" else "merged_w"
-        pair = f"variant={other},{result['variant']}"
         commands.append(["train", f"variant={other}", f"seed={result['seed']}", *words])
-        has_parent = any(word.startswith("init_from.") for word in overrides)
-        if result["variant"] in variants() and not has_parent:  # every variant needs its own parent
-            # A sweep reads folders of the user's, but no other primary config and no new groups.
-            if any(word.startswith("+") or _is_other_flag(word) for word in words):
-                commands.append(["train", "-m", pair, "seed=0,1,2", *words])
-            else:
-                commands.append(["sweep", pair, "seed=range(6)", *words])
+        if comparison := _propose_comparison(other, result["variant"], overrides, words):
+            commands.append(comparison)
     elif result["status"] == "diverged":
         kept = [word for word in overrides if not word.startswith("optim.lr=")]
         commands.append(["train", *kept, f"optim.lr={lr / 10:.3g}"])
@@ -211,6 +207,24 @@ def print_next(result: dict[str, Any], overrides: list[str], folder: Path, lr: f
         print(f"  W&B       {result['wandb']}")
     if commands:
         print_next_commands(*commands)
+
+
+def _propose_comparison(
+    other: str, variant: str, overrides: list[str], words: list[str]
+) -> list[str]:
+    """Return the command that compares a run's variant with another one over several seeds."""
+    if any(word.startswith("init_from.") for word in overrides):  # every variant needs its own
+        return []
+    # A sweep reads folders of the user's, but no other primary config and no new groups.
+    is_other = any(word.startswith("+") or _is_other_flag(word) for word in words)
+    if variant in variants():
+        pair = f"variant={other},{variant}"
+        several = ["train", "-m", pair, "seed=0,1,2"] if is_other else ["sweep", pair, _SEEDS]
+        return [*several, *words]
+    own = [word for word in overrides if word.startswith(("variant=", "variant."))]
+    is_file = any(word.startswith("variant.file=") for word in own)
+    # The sweep adds its baseline.
+    return ["sweep", *own, _SEEDS, *words] if is_file and not is_other else []
 
 
 def _is_other_flag(word: str) -> bool:

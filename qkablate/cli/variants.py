@@ -5,7 +5,7 @@ import textwrap
 from collections.abc import Iterable
 
 from qkablate.cli.arguments import Parser
-from qkablate.errors import UserError
+from qkablate.errors import UserError, not_one_of
 from qkablate.screen import find_screen
 from qkablate.table import (
     print_heading,
@@ -17,7 +17,7 @@ from qkablate.table import (
 
 HELP = """qkablate variants: the catalogue of variants.
 
-Usage: qkablate variants [--json]
+Usage: qkablate variants [NAME …] [--json]
 
 A variant parametrizes the scores of a head, scale · x_iᵀ B_h x_j, and the
 output of a position, x_jᵀ M_h. Parameters are per layer, without biases: d is
@@ -45,13 +45,16 @@ PARSER.switch("--json", "print JSON")
 def main(argv: list[str]) -> int:
     """Print the catalogue."""
     args = PARSER.parse(argv)
-    if args.words:
-        raise UserError(f"'{args.words[0]}': `qkablate variants` takes no arguments")
     from qkablate.api.catalogue import variants
     from qkablate.attention import OV_CIRCUITS, QK_CIRCUITS
     from qkablate.attention.modifiers import NORMS
 
-    rows = [{"variant": row.name, **vars(row)} for row in variants()]
+    known = {row.name: row for row in variants()}
+    for word in args.words:
+        if word not in known:
+            raise UserError(f"variant {not_one_of(word, known, 'qkablate variants')}")
+    shown = [known[word] for word in args.words] or [*known.values()]
+    rows = [{"variant": row.name, **vars(row)} for row in shown]
     if args.json:
         print_json([{key: row[key] for key in row if key != "name"} for row in rows])
         return 0
@@ -61,6 +64,8 @@ def main(argv: list[str]) -> int:
     print()
     print_text("Parameters per layer: d d_model, h heads, k d_head, r rank, g groups, T context.")
     print_text("Where an equation defines only one of B_h and M_h, the other is that of standard.")
+    if args.words:
+        return 0
     print()
     print_heading("Freely combined")
     width = min(100, find_screen(sys.stdout).width or 100)

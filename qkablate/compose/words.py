@@ -32,11 +32,16 @@ def check_word(word: str) -> None:
 
     It would merge the files of a list, look for files of any name, and overflow at long numbers.
     """
-    key, _, value = word.lstrip("+").partition("=")
+    key, equals, value = word.lstrip("+").partition("=")
     chosen = value.split(",") if is_group(key) else []
     for name in (key, *chosen):
         if len(name.encode("utf-8", "surrogatepass")) > _MAX_NAME:
             raise UserError(f"'{name[:40]}…' is too long for a key or for one of its choices")
+    info = KEYS.get(key)
+    if equals and not value and (is_group(key) or (info and (info.bounds or info.choices))):
+        raise UserError(f"{key}: a value is missing")
+    if value.endswith(","):
+        raise UserError(f"'{word}': no space after the comma: {key}=a,b")
     if "null" in chosen:
         raise UserError(f"{key}: null is not a value")
     if value.startswith("[") and is_group(key):
@@ -114,6 +119,9 @@ def format_error(error: Exception, known: Collection[str] = ()) -> str:
         options = sorted(error.options or ())
         if not group:
             return f"there is no configuration called '{name}'"
+        file = name if name.endswith(".py") else f"{name}.py"
+        if group == "variant" and (file == name or os.path.isfile(file)):
+            return f"variant: '{name}' is not in the catalogue; your file is variant.file={file}"
         command = _LISTS.get(group, "qkablate train --help")
         if {*options} <= {*config_names(group)}:
             return f"{group}: {not_one_of(name, options, command)}"

@@ -41,6 +41,7 @@ from qkablate.config.variant import (
     variants,
 )
 from qkablate.errors import ImpossibleConfig, UserError, not_one_of, reject_secrets
+from qkablate.table import format_list
 
 __all__ = [
     "DATA_KEYS",
@@ -269,11 +270,17 @@ def explain(error: BaseException, known: Collection[str] = ()) -> str:
     if match and kind in _TYPES:
         words = ((key in KEYS and KEYS[key].choices) or ("auto",)) if "str" in kind else ()
         is_whole = "int" in kind.lower() and re.fullmatch(r"-?\d+\.0", match[1])
-        hint = f"; write {match[1][:-2]}" if is_whole else ""
-        return f"{key}: '{match[1]}' is not {' or '.join([_TYPES[kind], *words])}{hint}"
+        allowed = " or ".join([_TYPES[kind], *words])
+        if is_whole:  # 1e3 was typed, perhaps
+            return f"{key}: needs {allowed}; write {match[1][:-2]}"
+        hint = "; several are 'seed=range(5)' or seed=0,1,2" if key == "seed" else ""
+        return f"{key}: '{match[1]}' is not {allowed}{hint}"
     if "not Optional" in text:
         return f"{key}: null is not a value"
     if re.search(r" to Dict\[|is not a subclass of|merge DictConfig with List", text):
+        if names := [name.removeprefix(f"{key}.") for name in known if name.startswith(f"{key}.")]:
+            hint = "; five seeds are 'seed=range(5)'" if key == "seeds" else ""
+            return f"{key}: is a section, with the keys {format_list(names, 8)}{hint}"
         return f"{key}: not a map of keys to values".removeprefix(": ")
     if "ListConfig" in text:
         return f"{key}: a list is written [a,b]".removeprefix(": ")

@@ -230,7 +230,9 @@ def no_match(kind: str, word: str | None, out: Path, known: Collection[str]) -> 
     """Return the error that no `known` name in `out` matches a word; without one, there is none."""
     text = f"there is no {kind} " + (f"'{word}' " if word is not None else "") + f"in '{out}'"
     if known:
-        return NoMatch(text + nearest_hint(word or "", known))
+        where = "" if str(out) == "outputs" else f" {shlex.quote(f'out={out}')}"
+        lists = f"; `qkablate ls{where}` lists them"
+        return NoMatch(text + (nearest_hint(word or "", known) or lists))
     start = f"; start one: {_START[kind]}" if kind in _START else ""
     return NoMatch(f"{text} (it has none){start}")
 

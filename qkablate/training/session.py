@@ -135,7 +135,7 @@ def _train_session(
             )
             content |= _train(plan, trainer)
         except Interrupted:
-            terminal.note("stopped; the same command resumes from here")
+            terminal.note("stopped; run again, it resumes from here")
             raise Stopped(signals.received) from None
         except LeaseLost:
             raise

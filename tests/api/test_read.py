@@ -1,5 +1,6 @@
 """Runs, curves and gaps read from disk."""
 
+import re
 import shutil
 
 import pytest
@@ -94,10 +95,11 @@ def test_margin_is_positive(two, margin):
 
 
 @pytest.mark.parametrize("read", [api.load_curves, api.gaps])
-@pytest.mark.parametrize("runs", ["lookup", ["lookup"]])
-def test_names_in_place_of_runs_are_rejected(read, runs):
+def test_names_in_place_of_runs_are_rejected(read):
+    with pytest.raises(api.UserError, match=r"is a name; load_sweep\('lookup'\) reads that sweep"):
+        read("lookup")
     with pytest.raises(api.UserError, match="load_runs and load_sweep read them from disk"):
-        read(runs)
+        read(["lookup"])
 
 
 def test_one_run_is_enough_for_curves(two):
@@ -109,6 +111,7 @@ def test_gaps_of_single_runs_are_paired_with_standard(two):
     assert gap.arm.startswith("no_q-")
     assert gap.baseline.startswith("standard-")
     assert gap.n == 1
+    assert re.fullmatch(rf"<GapSummary {gap.arm} to {gap.baseline}: \S+ \(n = 1\), .*>", repr(gap))
     assert gap.mean == pytest.approx(two[1].test - two[0].test)
     assert gap.interval is None
     assert gap.verdict == "too few pairs (under 3)"

@@ -45,6 +45,13 @@ def test_name_without_its_key_is_rejected():
         api.sweep("quick")
 
 
+def test_name_of_a_sweep_that_exists_is_read_by_load_sweep(keys, monkeypatch):
+    monkeypatch.setattr("qkablate.sweeps.running.launcher.Launcher.run", lambda self: 1)
+    study = api.sweep(seed=range(2), **keys)
+    with pytest.raises(api.UserError, match=rf"load_sweep\('{study.name}'\) reads it"):
+        api.sweep(study.name, out=keys["out"])
+
+
 def test_there_may_be_no_sweep(tmp_path):
     with pytest.raises(api.UserError, match="there is no sweep in 'outputs'"):
         api.load_sweep()

@@ -21,6 +21,8 @@ def test_help(qkablate):
         assert done.code == 0
         assert "qkablate train variant=merged_w" in done.out
     assert qkablate().out == done.out
+    assert qkablate("help", "variants").out == qkablate("variants", "--help").out
+    assert "verb 'varaints' (nearest: variants)" in qkablate("help", "varaints").err
 
 
 @pytest.mark.parametrize("verb", [None, *VERBS])
@@ -32,6 +34,7 @@ def test_help_fits_80_columns(qkablate, verb):
 
 def test_version(qkablate):
     assert qkablate("--version").out == f"qkablate {__version__}\n"
+    assert "qkablate --version" in qkablate("-v").err
 
 
 def test_unknown_verb(qkablate):
@@ -114,7 +117,14 @@ MISTAKES = [
     (["+zzz=3"], "zzz: there is no such key"),
     (["model.d_model=abc"], "model.d_model: 'abc' is not a whole number"),
     (["seed=1.5"], "seed: '1.5' is not a whole number"),
-    (["train.steps=1e3"], "train.steps: '1000.0' is not a whole number or auto"),
+    (["train.steps=1e3"], "train.steps: needs a whole number or auto; write 1000"),
+    (["seeds=5"], "seeds: is a section, with the keys init, data, dropout; five seeds are"),
+    (["seed=0-4"], "'0-4' is not a whole number; several are 'seed=range(5)' or seed=0,1,2"),
+    (["variant=standard,", "merged_w"], "'variant=standard,': no space after the comma"),
+    (["variant="], "variant: a value is missing"),
+    (["seed="], "seed: a value is missing"),
+    (["variant=mine.py"], "is not in the catalogue; your file is variant.file=mine.py"),
+    (["--dry-run"], "'--dry-run' is a flag of `qkablate sweep`"),
     (["train.steps=null"], "train.steps: null is not a value"),
     (["tracking.tags=foo"], "tracking.tags: a list is written [a,b]"),
     (["varient=merged_w"], "varient: there is no such key (nearest: variant)"),
@@ -136,7 +146,6 @@ MISTAKES = [
     (["tracking.wandb=off"], "(nearest: disabled)"),
     (["--variant", "no_q"], "a key is written without dashes: variant=VALUE"),
     (["seed=range(3)"], "'seed=range(3)' has several values: `qkablate train` trains one run"),
-    (["train.steps=1e3"], "is not a whole number or auto; write 1000"),
     (["--rerun=1"], "--rerun takes no value"),
     (["optim.betas=[a,b]"], "optim.betas: 'a' is not a number"),
     (["out=~/x"], "'out=~/x' cannot be read; quote a value with special characters"),
@@ -178,6 +187,13 @@ def test_mistakes(qkablate, tiny, tmp_path, words, line):
     assert done.err.count("\n") == 1
     assert done.out == ""
     assert not list(tmp_path.glob("outputs/runs/*"))
+
+
+def test_variant_that_names_a_file_without_its_suffix(qkablate, tiny, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "mine.py").touch()
+    for words in (["train", *tiny, "variant=mine"], ["sweep", "variant=standard,mine"]):
+        assert qkablate(*words).err.endswith("; your file is variant.file=mine.py\n")
 
 
 @pytest.mark.parametrize("name", ["cuda", "cuda:3", "mps"])
@@ -343,6 +359,15 @@ def test_after_a_run_its_pair_and_a_sweep_are_proposed(capsys, tmp_path):
     assert capsys.readouterr().out.splitlines()[2:] == [
         "  qkablate train variant=standard seed=2 train.steps=9 'out=else where'",
         "  qkablate sweep variant=standard,no_q 'seed=range(6)' train.steps=9 'out=else where'",
+    ]
+
+
+def test_after_a_run_of_an_own_file_its_comparison_is_proposed(capsys, tmp_path):
+    words = ["variant.file=mine.py", "variant.ov=no_o", "seed=2", "train.steps=9"]
+    print_next({"status": "done", "variant": "mine+no_o", "seed": 2}, words, tmp_path, 1e-3)
+    assert capsys.readouterr().out.splitlines()[2:] == [
+        "  qkablate train variant=standard seed=2 train.steps=9",
+        "  qkablate sweep variant.file=mine.py variant.ov=no_o 'seed=range(6)' train.steps=9",
     ]
 
 

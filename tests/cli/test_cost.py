@@ -225,12 +225,10 @@ def test_variants_lists_the_catalogue(qkablate):
     assert all(row["equation"] and row["source"] for row in as_json)
 
 
-def test_variants_takes_no_arguments(qkablate):
-    done = qkablate("variants", "standard")
-    assert (done.code, done.err) == (
-        2,
-        "qkablate: 'standard': `qkablate variants` takes no arguments\n",
-    )
+def test_variants_shows_those_that_are_named(qkablate):
+    rows = json.loads(qkablate("variants", "no_q", "merged_w", "--json").out)
+    assert [row["variant"] for row in rows] == ["no_q", "merged_w"]
+    assert "variant 'mergd' (nearest: merged_w)" in qkablate("variants", "mergd").err
 
 
 @pytest.mark.parametrize("verb", ["variants", "cost", "verify"])

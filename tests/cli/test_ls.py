@@ -70,6 +70,7 @@ def test_newest_first_with_data_rate_and_losses(qkablate, outputs):
 )
 def test_words_filter_by_name_and_config(qkablate, outputs, words, runs, sweeps):
     assert [len(names) for names in listed(qkablate, *words)] == [runs, sweeps]
+    assert "\n\n\n" not in qkablate("ls", *words).out
 
 
 def test_sort_and_limit(qkablate, outputs):

@@ -591,6 +591,7 @@ MISTAKES = [
     (["-o", "a.pdf"], "'pdf' (nearest: svg) is not one of html, md, png, svg"),
     (["-o", "a"], "is not one of html, md, png, svg"),
     (["-o"], "-o: a value is missing"),
+    (["--format", "text"], "--format: 'text' is what `qkablate results` prints"),
     (["-o", "nowhere/a.html"], "-o: there is no folder 'nowhere'"),
     (["-o", "folder.md"], "-o: 'folder.md' is a folder; give a file"),
     (["-o", "a.md", "-o", "b.md"], "-o"),

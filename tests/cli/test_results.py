@@ -102,6 +102,8 @@ def test_output_is_no_wider_than_the_terminal(qkablate, sweep, monkeypatch, word
     monkeypatch.setattr("qkablate.table.find_screen", lambda stream: screen)
     colored = qkablate("results", *words).out
     assert "\x1b[31mworse" in colored
+    answer = colored[colored.index("\nCompared with") : colored.index("\x1b[1mNext")]
+    assert "\x1b" not in answer  # it is prose
     lines = re.sub(r"\x1b\[\d+m", "", colored).splitlines()
     assert max(map(len, lines)) <= width
     assert {*wide.split()} <= {*" ".join(lines).split()}  # no word is broken
@@ -214,7 +216,7 @@ def test_proposed_command_works(qkablate, sweep):
     assert "sweep.name=small" not in settle
     verbs = ["results", "results", "report", "results"]
     assert [words[:3] for words in others] == [["qkablate", verb, sweep.name] for verb in verbs]
-    assert others[0][-2:] == ["--margin", "0.01"]
+    assert others[0][-2:] == ["--margin", "0.004"]
     assert others[1][-1] == "--all"
     assert others[3][-1] == "--json"
     for words in commands:
@@ -350,7 +352,7 @@ MISTAKES = [
     (["smal-0"], "there is no sweep or run 'smal-0' in 'outputs' (nearest: small"),
     (["smalll"], "(nearest: small)"),
     (["out=nowhere"], "there is no sweep in 'nowhere' (it has none); start one: qkablate"),
-    (["one", "two"], "there is no sweep or run 'one' in 'outputs'"),
+    (["one", "two"], "no sweep or run 'one' in 'outputs'; `qkablate ls` lists them"),
     (["--jsn"], "'--jsn' (nearest: --json) is not one of "),
     (["--fromat", "md"], "(nearest: --format)"),
     (["--format", "jsno"], "--format: 'jsno' (nearest: json) is not one of table, csv, json, md"),
@@ -400,3 +402,14 @@ def test_completion(qkablate, monkeypatch, sweep, shell):
     assert complete(qkablate, monkeypatch, "qkablate results sm", shell) == [sweep.name]
     assert complete(qkablate, monkeypatch, "qkablate results --m", shell) == ["--margin"]
     assert complete(qkablate, monkeypatch, "qkablate results small --format m", shell) == ["md"]
+
+
+@pytest.mark.parametrize(
+    ("detectable", "proposed"), [(0.0271, "0.03"), (7.4e-5, "8e-05"), (0.02, "0.02"), (None, None)]
+)
+def test_proposed_margin_can_be_shown(qkablate, sweep, monkeypatch, detectable, proposed):
+    monkeypatch.setattr(
+        "qkablate.analysis.comparison.gaps.Family.detectable", lambda self, gap: detectable
+    )
+    commands = [line for line in qkablate("results").out.splitlines() if "--margin" in line]
+    assert [line.partition("--margin ")[2] for line in commands] == [proposed] * bool(proposed)

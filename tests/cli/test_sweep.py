@@ -205,6 +205,7 @@ def test_dry_run_shows_every_arm_and_trains_nothing(qkablate, small, tmp_path, m
     words = [*small, "control=none,params", "sweep.filter=[\"variant != 'standard'\"]"]
     told = qkablate(*words, "--dry-run")
     assert told.code == 0, told.err
+    assert "qkablate: timing the first steps of no_q-d16-h2-params …" in told.err
     assert list(tmp_path.glob("outputs/runs/*")) == []
     assert list(tmp_path.glob("outputs/sweeps/*/")) == []
     # The second one knows what was measured.
@@ -228,6 +229,14 @@ def test_dry_run_shows_every_arm_and_trains_nothing(qkablate, small, tmp_path, m
 
 
 @pytest.mark.slow
+def test_name_of_another_grid_is_noted(qkablate, small, nothing_timed, nothing_trained):
+    qkablate(*small)
+    assert "this name" not in qkablate(*small, "--dry-run").out  # the same sweep
+    other = [*small, "train.steps=3"]
+    for done in (qkablate(*other, "--dry-run").out, qkablate(*other).err):
+        assert re.search("name     outputs/sweeps/grid-[0-9a-f]+ has this name, too", done)
+
+
 def test_impossible_arms_are_named_with_the_reason(qkablate, small, nothing_timed):
     done = qkablate(*small, "model.heads=2,3", "--dry-run")
     assert done.code == 0

@@ -56,7 +56,7 @@ def test_stop_signal_writes_checkpoint(qkablate, spawn, tiny, tmp_path, number, 
     process.send_signal(number)
     _, err = process.communicate(timeout=60)
     assert process.returncode == code, err
-    assert "stopped; the same command resumes from here" in err
+    assert "stopped; run again, it resumes from here" in err
     assert "Traceback" not in err
     folder = run_folder(tmp_path, "rough")
     assert not (folder / "result.json").exists()

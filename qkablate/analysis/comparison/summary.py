@@ -51,7 +51,7 @@ class PairGap:
     gap: float
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True, repr=False)
 class GapSummary(Estimate):
     """Gap of one arm to its baseline, with every test of it, its audit and the decision."""
 
@@ -84,6 +84,10 @@ class GapSummary(Estimate):
     margin: MarginTest | None
     audit: list[AuditCheck]
 
+    def __repr__(self) -> str:
+        at = "no pairs" if self.mean is None else f"{self.mean:+.4f} (n = {self.n})"
+        return f"<GapSummary {self.arm} to {self.baseline}: {at}, {self.verdict}>"
+
     @property
     def bounds(self) -> tuple[float | None, float | None] | None:
         """Interval of the gap, without an end on a side where runs diverged."""
@@ -97,7 +101,7 @@ class GapSummary(Estimate):
         """Learning rates, documents and stage of training that the decision is limited to."""
         limits = [limit for limit in find_limits(self.audit) if limit != RateScope.THESE_RATES]
         # A loss shows without a floor that is beaten; but attention is not what was lost.
-        if self.at_floor and self.decision == Decision.WORSE:
+        if self.at_floor and (self.decision == Decision.WORSE or BEFORE_NGRAMS in limits):
             limits = [*(limit for limit in limits if limit != BEFORE_NGRAMS), BEFORE_ATTENTION]
         return [*filter(None, [self.rates, *limits])]
 

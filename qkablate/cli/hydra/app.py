@@ -96,6 +96,11 @@ def _sort_flags(argv: list[str]) -> list[str]:
                 raise UserError(f"{flag}: {not_one_of(value, _INFO)}")
             flags += [flag, value]
         elif flag not in _SWITCHES | {"--rerun"}:
+            if flag == "--dry-run":
+                raise UserError(
+                    "'--dry-run' is a flag of `qkablate sweep`, which shows its plan; the config of"
+                    " a run is shown by `qkablate train … --cfg job`"
+                )
             known = sorted({*_SWITCHES, *_WITH_VALUE, "--info", "--rerun"} - {flag})
             hint = key_hint(flag)
             hint = f"; {hint}" if hint else nearest_hint(flag, known)

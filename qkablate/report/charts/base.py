@@ -144,7 +144,8 @@ def color_by(field: str, steps: list[float], shades: Sequence[str] = SHADES) -> 
 def shade_legend(title: str) -> Spec:
     """Return the legend of shades that begin at steps, as a bar below the panel."""
     place = {"orient": "bottom", "direction": "horizontal", "gradientLength": 260}
-    return {"title": title, "type": "gradient", "titleColor": "var(--faint)", **place}
+    labels = {"labelOverlap": "greedy", "labelSeparation": 8}  # those that fit, apart
+    return {"title": title, "type": "gradient", "titleColor": "var(--faint)", **place, **labels}
 
 
 def by_variant(section: Section, *attributes: str) -> Spec:

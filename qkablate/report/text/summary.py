@@ -160,9 +160,7 @@ def _describe_baselines(section: Section, gaps: list[GapSummary]) -> str:
     """
     behind = {
         "beat the best n-gram": [gap for gap in gaps if gap.before_attention],
-        "clearly beat `uniform`": [
-            gap for gap in gaps if gap.at_floor and gap.decision == Decision.WORSE
-        ],
+        "clearly beat `uniform`": [gap for gap in gaps if BEFORE_ATTENTION in gap.scopes],
     }
     texts = []
     for what, found in behind.items():

@@ -18,7 +18,7 @@ import torch
 
 from qkablate.config import EVAL_COST, TEXT_SOURCES, Config
 from qkablate.data.text_references import peak_bytes
-from qkablate.errors import UserError
+from qkablate.errors import UserError, print_stderr
 from qkablate.runs.records import read_json, write_json
 from qkablate.runs.run import NUMERICS, count_cores, read_cpu_name, run_id
 from qkablate.sweeps.engines.local import PRELOADED
@@ -173,6 +173,7 @@ def _measure(arm: Arm, manifest: Manifest, slots: Slots, cache: dict[str, Any]) 
     machine = [len(slots), config.threads, read_cpu_name(), torch.__version__, NUMERICS]
     key = run_id({"timing": [run.id, *machine]})
     if time.time() - cache.get(key, {}).get("at", 0) > _MAX_AGE:
+        print_stderr(f"qkablate: timing the first steps of {arm.name} …")
         processes = [MeasuringProcess(_time_steps, config, vocabulary, gpu) for gpu in slots]
         timings, deadline = [], time.monotonic() + LIMIT
         reason = f"the first steps of {arm.name} take more than {LIMIT:.0f} s here"

@@ -57,6 +57,11 @@ def format_plan(
     if manifest.excluded:
         lines.append(f"         {format_count(manifest.excluded, 'arm')} excluded by sweep.filter")
     lines.append(f"packing  {_packing(manifest, slots, engine)}; the largest first")
+    if others := _find_namesakes(manifest):
+        have = "have" if len(others) > 1 else "has"
+        lines.append(
+            f"name     {format_list(others, 2)} {have} this name, too; sweep.name=… is new"
+        )
     if done:
         lines.append(f"done     {format_count(len(done), 'run')} already, in this sweep or another")
     if estimates is not None:
@@ -71,6 +76,18 @@ def format_plan(
         if cost.extrapolated:
             lines.append("         ~ larger than what could be timed here: extrapolated by FLOPs")
     return table + [part for line in lines for part in screen.wrap(line, " " * 9)]
+
+
+def _find_namesakes(manifest: Manifest) -> list[str]:
+    """Return the folders of other sweeps with the same name; those of a claim share one."""
+    if manifest.command[1:2] != ["sweep"]:
+        return []
+    folders = sorted(path.parent for path in manifest.folder.parent.glob("*/manifest.json"))
+    return [
+        str(folder)
+        for folder in folders
+        if folder.name.rpartition("-")[0] == manifest.name and folder.name != manifest.folder.name
+    ]
 
 
 def _format_arms(manifest: Manifest, estimates: Estimates | None, screen: Screen) -> list[str]:

@@ -277,8 +277,9 @@ def test_loss_beside_the_floor_is_one_before_attention_mattered(cached_world):
     ("lead", "words"),
     [(1.0, "before the model beats an n-gram"), (-0.1, "before attention mattered")],
 )
-def test_loss_names_the_floor_or_else_the_ngrams(cached_world, lead, words):
-    loss = losses(0.1, lead)
+@pytest.mark.parametrize(("gap", "decision"), [(0.1, "worse"), (-0.1, "better")])
+def test_verdict_names_the_floor_or_else_the_ngrams(cached_world, lead, words, gap, decision):
+    loss = losses(gap, lead)
     references = {"tokens": 1000, "ngram": [3.1, 0.5], "lzma": 1.5}
 
     def outcome(run):
@@ -286,8 +287,8 @@ def test_loss_names_the_floor_or_else_the_ngrams(cached_world, lead, words):
         splits = dict.fromkeys(("train", "val", "test"), loss(run) + floor)
         return {"loss": splits, "text_references": references}
 
-    gap = only_gap(cached_world(*WORDS), outcome)
-    assert gap.verdict == f"worse at this rate (not tuned), {words}"
+    summary = only_gap(cached_world(*WORDS), outcome)
+    assert summary.verdict == f"{decision} at this rate (not tuned), {words}"
 
 
 @pytest.mark.parametrize(

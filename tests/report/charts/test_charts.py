@@ -369,6 +369,12 @@ def test_heat_map_shades_go_from_better_to_worse(section):
     assert len(shades) == len(scale["domain"]) + 1
 
 
+def test_labels_of_the_shades_stand_apart(section):
+    (panel,) = charts_by_name(section)["heat"].panels
+    legend = panel.spec["layer"][0]["encoding"]["color"]["legend"]
+    assert (legend["labelOverlap"], legend["labelSeparation"]) == ("greedy", 8)
+
+
 def heat_scales(section):
     return [
         layer["encoding"]["color"]["scale"]["domain"]

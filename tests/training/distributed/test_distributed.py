@@ -166,7 +166,7 @@ def test_killed_and_stopped_run_resumes_bit_identically(qkablate, torchrun, tiny
     os.kill(ranks_of(process, folder)[1], signal.SIGTERM)
     _, err = process.communicate()
     assert process.returncode != 0
-    assert err.count("stopped; the same command resumes from here") == 1
+    assert err.count("stopped; run again, it resumes from here") == 1
     assert "exitcode  : 143" in err
     assert not (folder / "result.json").exists()
     newest = max((folder / "checkpoints").glob("step-*"))
@@ -202,7 +202,7 @@ def test_sharded_run_equals_unsharded(qkablate, torchrun, tiny, alone, tmp_path)
     after_rows(process, tmp_path, "rough", 12)
     process.terminate()
     _, err = process.communicate()
-    assert "stopped; the same command resumes from here" in err
+    assert "stopped; run again, it resumes from here" in err
     shutil.copytree(tmp_path / "rough", tmp_path / "whole")
     process = torchrun(*words, *sharded, "out=rough")
     _, err = process.communicate()
