@@ -20,7 +20,8 @@ ROOT = Path(__file__).parent.parent
 README = (ROOT / "README.md").read_text(encoding="utf-8")
 CLAIMS = (ROOT / "docs" / "claims.md").read_text(encoding="utf-8")
 # The pages whose commands are run; tests/test_docs.py checks those of all pages.
-_RUN = "command-line look-at-a-variant sweeps resume reports claims gaps statistics data tasks"
+_RUN = "command-line look-at-a-variant sweeps resume reports claims gaps statistics"
+_RUN += " data encoders tasks"
 PAGES = [
     (ROOT / "docs" / f"{name}.md").read_text(encoding="utf-8") for name in [*_RUN.split(), "wandb"]
 ]
@@ -104,7 +105,14 @@ def prepared(workspace, tiny, monkeypatch) -> Callable[[list[str]], None]:
 
     def prepare(words: list[str]) -> None:
         verb, *names = words
-        if verb in ("sample", "inspect"):
+        if verb == "sample" and names[0] == "standard-d64":  # a translator
+            data = ["data=reverse"]
+            if "source=f(x + 1, y)[0]" in words:
+                data = ["data=stdlib_pairs", "model.source=96", "model.context=97"]
+            steps = ["train.steps=3", "data.test_tokens=512", "tracking.wandb=disabled"]
+            train = ["train", "model=nano_translator", *data, *steps]
+            folder = workspace(f"translator-{len(data)}", train)
+        elif verb in ("sample", "inspect"):
             folder = workspace(names[0], ["train", f"variant={names[0]}", *tiny])
         elif verb in ("status", "results", "report", "sync", "dashboard"):
             sweep = ["sweep", *tiny, "variant=standard,no_q", "sweep.name=quick"]
@@ -128,6 +136,8 @@ def test_commands_of_the_docs_work(qkablate, prepared, tiny, text, command, tmp_
     """Run them as they are written, on a tiny model, with data and outputs in a test folder."""
     words = shlex.split(command)[1:]
     (tmp_path / "book.txt").write_bytes(text.read_bytes())
+    pairs = [f"sentence {number}\tSatz {number}\n" for number in range(300)]
+    (tmp_path / "pairs.tsv").write_text("".join(["en\tde\n", *pairs]), encoding="utf-8")
     prepared(words)
     if words[0] == "data" and words[1] in ("info", "show"):
         assert qkablate("data", "prepare", *words[2:]).code == 0
@@ -163,6 +173,8 @@ def test_commands_of_the_docs_work(qkablate, prepared, tiny, text, command, tmp_
     smaller = [word for word in tiny if word.split("=")[0] not in given]
     if "data=directed" in words:  # a task reads no text
         smaller = [word for word in smaller if not word.startswith("data")]
+    if "model=nano_translator" in words or "model=nano_encoder" in words:  # small already
+        smaller = [word for word in smaller if not word.startswith(("data", "model."))]
     words = ["seed=range(2)" if word == "seed=range(6)" else word for word in words]
     if "train.steps" in given:
         words = ["train.steps=3" if word.startswith("train.steps=") else word for word in words]
