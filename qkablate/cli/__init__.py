@@ -72,14 +72,17 @@ def main(argv: list[str] | None = None) -> None:
     code: object
     try:
         code = dispatch(sys.argv[1:] if argv is None else argv)
-    except UserError as error:
-        print_stderr(f"qkablate: {error}")
-        code = 2
-    except KeyboardInterrupt:
-        print_stderr("qkablate: interrupted; the same command resumes from the last checkpoint")
-        code = 130
     except BrokenPipeError:  # the reader of the output exited, as `| head` does
         code = 0
+    except (Exception, KeyboardInterrupt) as error:
+        if _is_interrupt(error):
+            print_stderr("qkablate: interrupted; the same command resumes from the last checkpoint")
+            code = 130
+        elif isinstance(error, UserError):
+            print_stderr(f"qkablate: {error}")
+            code = 2
+        else:
+            raise
     except SystemExit as ended:  # raised by --help
         code = ended.code
     try:
@@ -87,6 +90,13 @@ def main(argv: list[str] | None = None) -> None:
     except OSError:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
     sys.exit(code)
+
+
+def _is_interrupt(error: BaseException | None) -> bool:
+    """Return whether Ctrl-C ended the command, also where a library's clean-up failed on it."""
+    while error is not None and not isinstance(error, KeyboardInterrupt):
+        error = error.__context__
+    return error is not None
 
 
 def dispatch(argv: list[str]) -> int:

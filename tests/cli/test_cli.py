@@ -46,6 +46,22 @@ def test_unknown_verb(qkablate):
     )
 
 
+def test_interrupt_that_a_library_turns_into_another_error(qkablate, monkeypatch):
+    def interrupted(argv):
+        try:
+            try:
+                raise KeyboardInterrupt
+            finally:
+                _ = old  # noqa: F821
+        except Exception as error:
+            raise NameError("told anew") from error
+
+    monkeypatch.setattr("qkablate.cli.train.main", interrupted)
+    done = qkablate("train")
+    assert done.code == 130
+    assert done.err == "qkablate: interrupted; the same command resumes from the last checkpoint\n"
+
+
 def test_python_m(spawn):
     process = spawn("--version")
     assert process.communicate()[0] == f"qkablate {__version__}\n"
