@@ -98,6 +98,8 @@ def identity(
             del frozen[section][leaf]
     if config.train.evaluate_test:  # changes no number
         del frozen["train"]["evaluate_test"]
+    if not config.train.evaluate_test or int(config.train.test_tokens) >= config.data.test_tokens:
+        del frozen["train"]["test_tokens"]  # none of the test split is read, or all
     if config.init_from.run is None:
         del frozen["init_from"]
     else:

@@ -142,10 +142,10 @@ def _interpolate(arm: Arm, small: Timing, large: Timing) -> RunEstimate:
         )
     else:
         step, memory = small.step * flops / small.flops, small.bytes
-    # The test split is read once, and whole.
+    # The test split is read once.
     train = arm.config.train
     evaluated = (steps // int(train.eval_every) + 2) * int(train.eval_tokens)
-    evaluated += arm.test_tokens * train.evaluate_test
+    evaluated += min(arm.test_tokens, int(train.test_tokens)) * train.evaluate_test
     evaluation = EVAL_COST * evaluated / (arm.tokens / steps) * step
     return RunEstimate(
         seconds=large.start + steps * step + evaluation,

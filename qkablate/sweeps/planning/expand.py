@@ -16,7 +16,7 @@ from qkablate.config import KEYS, Config, ControlConfig, GridConfig, flatten
 from qkablate.config.sweep import as_quoted, list_also
 from qkablate.errors import ImpossibleConfig, UserError
 from qkablate.runs.run import LABEL_KEYS
-from qkablate.sweeps.planning.arms import ArmResolver, Overrides
+from qkablate.sweeps.planning.arms import ArmResolver, Overrides, share_test_tokens
 from qkablate.sweeps.planning.control import ControlOutOfReach, match_baseline
 from qkablate.sweeps.planning.manifest import (
     FLOOR,
@@ -110,7 +110,7 @@ class _Expansion:
             self._add_floors()
         arms = {
             arm.name: dataclasses.replace(arm, baseline=None) if arm.baseline == arm.name else arm
-            for arm in self.arms.values()
+            for arm in share_test_tokens(self.arms.values())
         }
         if settings.tune:
             typed = self.grid.choices.get("optim.lr", [])
