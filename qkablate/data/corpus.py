@@ -217,6 +217,8 @@ def prepared_folder(config: DataConfig) -> Path:
     rules += [config.max_tokens, config.val_tokens, config.test_tokens]
     if config.source == "pairs":
         rules += [config.source_field, config.target_field]
+    if config.max_length is not None:
+        rules.append(config.max_length)
     key = hash_json([rules, content])[:12]
     return cache_dir(config) / f"{config.source}-{config.tokenizer}-{key}"
 

@@ -96,7 +96,8 @@ class Pairs:
         source, target = self.longest()
         raise ImpossibleConfig(
             f"model.{key}: of {len(lengths_N2):,} pairs {' and '.join(problems)}; the longest need"
-            f" model.source={source} model.context={target}"
+            f" model.source={source} model.context={target}, or data.max_length leaves out the"
+            " longer ones"
         )
 
     def batch(self, split: str, rows_N: np.ndarray) -> Batch:
