@@ -92,19 +92,17 @@ def share_test_tokens(arms: Iterable[Arm]) -> list[Arm]:
     By default a short run reads less, but losses of different documents could not be compared.
     """
     arms = list(arms)
-    most: dict[str, int] = defaultdict(int)
+    budgets: dict[str, set[int]] = defaultdict(set)
     for arm in arms:
-        data = arm.facts["data_fingerprint"]
-        most[data] = max(most[data], int(arm.config.train.test_tokens))
-    return [_with_test_tokens(arm, most[arm.facts["data_fingerprint"]]) for arm in arms]
+        budgets[arm.facts["data_fingerprint"]].add(int(arm.config.train.test_tokens))
+    return [_with_test_tokens(arm, budgets[arm.facts["data_fingerprint"]]) for arm in arms]
 
 
-def _with_test_tokens(arm: Arm, tokens: int) -> Arm:
-    train = arm.config.train
-    if train.test_tokens == tokens or arm.overrides.get("train.test_tokens", "auto") != "auto":
+def _with_test_tokens(arm: Arm, budgets: set[int]) -> Arm:
+    """Return an arm with the largest of several budgets, unless the user has given its own."""
+    if len(budgets) == 1 or arm.overrides.get("train.test_tokens", "auto") != "auto":
         return arm
-    return replace(
-        arm,
-        config=replace(arm.config, train=replace(train, test_tokens=tokens)),
-        overrides={**arm.overrides, "train.test_tokens": str(tokens)},
-    )
+    most = max(budgets)
+    train = replace(arm.config.train, test_tokens=most)
+    overrides = {**arm.overrides, "train.test_tokens": str(most)}
+    return replace(arm, config=replace(arm.config, train=train), overrides=overrides)

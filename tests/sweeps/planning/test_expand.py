@@ -606,6 +606,10 @@ def test_arms_of_several_lengths_read_as_much_of_the_test_split_as_the_longest(e
     longest = expand("train.steps=120", "variant=standard,no_q", *words)
     assert read == {arm.config.train.test_tokens for arm in longest.arms.values()}
     assert ids(longest) < ids(manifest)
+    settings = [dict(arm.overrides) for arm in manifest.arms.values()]
+    for own in settings:
+        del own["train.steps"], own["variant"]
+    assert all(own == settings[0] for own in settings)  # a series differs in its length alone
     short = expand("train.steps=60", "variant=standard", *words)
     assert not ids(short) & ids(manifest)
     assert min(arm.config.train.test_tokens for arm in short.arms.values()) < min(read)
