@@ -11,7 +11,7 @@ from collections.abc import Collection
 from typing import Any
 
 from qkablate.config.data import BPE_SIZE, DATA_KEYS, TEXT_SOURCES, DataConfig, check_data
-from qkablate.config.evaluation import EVAL_COST, choose_eval_tokens
+from qkablate.config.evaluation import EVAL_COST, choose_eval_tokens, read_limit
 from qkablate.config.keys import Role, flatten
 from qkablate.config.schema import (
     Config,
@@ -76,6 +76,7 @@ __all__ = [
     "load",
     "names_of",
     "no_such_key",
+    "read_limit",
     "resolve",
     "resolve_variant",
     "to_typed",

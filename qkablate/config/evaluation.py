@@ -31,3 +31,18 @@ def choose_eval_tokens(config: Config, steps: int, parts: int) -> tuple[int, int
     unit = _BATCH if test < data.test_tokens and val >= _BATCH else 1024
     val = max(_LEAST_VAL, val // unit * unit)
     return min(data.val_tokens, val), min(data.test_tokens, test)
+
+
+def read_limit(config: Config, split: str) -> int | None:
+    """Return how many tokens of a split an evaluation reads; None: all.
+
+    Of the training split, as many as of the validation split. In a config that was frozen before
+    there was train.test_tokens, its `auto` stands for the whole test split.
+    """
+    train, data = config.train, config.data
+    given, whole = (
+        (train.test_tokens, data.test_tokens)
+        if split == "test"
+        else (train.eval_tokens, data.val_tokens)
+    )
+    return None if isinstance(given, str) or given >= whole else given

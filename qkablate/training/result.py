@@ -6,6 +6,7 @@ import traceback
 from typing import Any
 
 from qkablate import __version__
+from qkablate.config import read_limit
 from qkablate.data import Corpus
 from qkablate.data.text_references import measure_text_references
 from qkablate.disk import write_atomic
@@ -17,7 +18,6 @@ from qkablate.runs.run import Run
 from qkablate.table import format_count
 from qkablate.tracking.wandb.run import RunArtifacts, RunIdentity
 from qkablate.training import checkpoint, hardware
-from qkablate.training.recorders.evaluation import read_limit
 from qkablate.training.resolve import RunPlan
 
 OTHER_METRICS = ("bits_per_byte", "accuracy", "exact")  # of text and of tasks; null for the other

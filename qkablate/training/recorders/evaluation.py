@@ -12,7 +12,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from qkablate.config import Config
+from qkablate.config import read_limit
 from qkablate.data import IGNORE, Batch, EvalMetrics
 from qkablate.data.batches import evenly_spaced
 from qkablate.models.base import Model
@@ -68,20 +68,6 @@ def evaluate_split(
     for other in others:
         totals.merge(other)
     return totals
-
-
-def read_limit(config: Config, split: str) -> int | None:
-    """Return how many tokens of a split an evaluation reads; None: all.
-
-    Of the training split, as many as of the validation split.
-    """
-    train, data = config.train, config.data
-    given, whole = (
-        (train.test_tokens, data.test_tokens)
-        if split == "test"
-        else (train.eval_tokens, data.val_tokens)
-    )
-    return None if int(given) >= whole else int(given)
 
 
 class PredictionRecorder:
