@@ -93,8 +93,9 @@ class TorchTransformer:
         self.config = config = plan.config
         torch.manual_seed(config.seed)
         self.model = Translator(shape, plan.data.vocabulary).to(config.device)
+        first, second = config.optim.betas
         self.optimizer = torch.optim.AdamW(
-            self.model.parameters(), config.optim.lr, (config.optim.betas[0], config.optim.betas[1]), fused=True
+            self.model.parameters(), config.optim.lr, (first, second), fused=True
         )
         self.forward = torch.compile(self.model) if compiled else self.model
         self.feed = Feed(batch_reader(config, plan.data), config.device)
