@@ -8,11 +8,11 @@ from qkablate.config.data import PAIR_SOURCES, has_masks
 from qkablate.data.batches import IGNORE, Batch, RandomWindows
 from qkablate.data.corpus import Corpus, cache_dir, find_corpus, open_corpus
 from qkablate.data.eval_metrics import EvalMetrics
-from qkablate.data.masked import MaskedText, RandomMaskedWindows, masked_fingerprint
 from qkablate.data.pairs.pairs import Pairs, RandomPairs
 from qkablate.data.pairs.tagged import TaggedSentences
 from qkablate.data.tasks import PAIR_TASKS, TASKS, Task
 from qkablate.data.tasks.base import TaskBatches
+from qkablate.data.text.masked import MaskedText, RandomMaskedWindows, masked_fingerprint
 from qkablate.errors import ImpossibleConfig
 
 __all__ = [

@@ -18,7 +18,7 @@ import torch
 
 from qkablate.config import EVAL_COST, Config
 from qkablate.config.data import is_causal_text
-from qkablate.data.text_references import peak_bytes
+from qkablate.data.text.references import peak_bytes
 from qkablate.errors import UserError, print_stderr
 from qkablate.runs.records import read_json, write_json
 from qkablate.runs.run import NUMERICS, count_cores, read_cpu_name, run_id
