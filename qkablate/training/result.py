@@ -6,6 +6,7 @@ import traceback
 from typing import Any
 
 from qkablate import __version__
+from qkablate.config import read_limit
 from qkablate.data import Corpus
 from qkablate.data.text.references import measure_text_references
 from qkablate.disk import write_atomic
@@ -54,7 +55,8 @@ def format_header(plan: RunPlan, processes: int = 1) -> list[str]:
 def make_base_result(plan: RunPlan, packed: int, processes: int = 1) -> dict[str, Any]:
     """Return the content of result.json before training."""
     config, model, attention = plan.config, plan.config.model, plan.attention
-    read = int(config.train.eval_tokens)
+    limit, test_limit = (read_limit(config, split) for split in ("val", "test"))
+    test_tokens = plan.data.test_tokens(test_limit)
     return {
         "id": plan.run.id,
         "label": plan.run.label,
@@ -66,8 +68,9 @@ def make_base_result(plan: RunPlan, packed: int, processes: int = 1) -> dict[str
         "context": model.context,
         "loss": {"train": None, "val": None, "test": None},
         **{name: {"val": None, "test": None} for name in OTHER_METRICS},
-        # Tokens that the losses of val and train were read of; null: of the whole split.
-        "eval_tokens": None if read >= plan.data.tokens["val"] else read,
+        # Tokens that the losses of val and train, and of test, were read of; null: of all.
+        "eval_tokens": None if limit is None or limit >= plan.data.tokens["val"] else limit,
+        "test_tokens": None if test_tokens == plan.data.tokens["test"] else test_tokens,
         "chance": plan.data.chance,
         text_references.KEY: None,
         "measures": {},
@@ -127,7 +130,8 @@ def measure_references(plan: RunPlan, result: dict[str, Any]) -> dict[str, Any] 
     if not isinstance(data, Corpus) or result["status"] != "done" or result["loss"]["test"] is None:
         return None
     try:
-        measured = measure_text_references(data, result["tokens"])
+        limit = read_limit(plan.config, "test")
+        measured = measure_text_references(data, result["tokens"], limit)
     except (MemoryError, OSError):  # no reason to lose the run
         return None
     return {"tokens": measured.tokens, "ngram": measured.ngram, "lzma": measured.lzma}

@@ -93,17 +93,23 @@ class MaskedText:
         """Yield the windows of a whole split, or of some `limit` tokens spread over it.
 
         The last window ends with the split, and begins inside the one before. Of the training
-        split, as much as the validation split has is read at most. The answers of the test split
-        are counted by document. The last batch is filled with windows that do not count.
+        split, as much as the validation split has is read at most. Of the test split the beginning
+        is read, and its answers are counted by document. The last batch is filled with windows that
+        do not count.
         """
         total = self.tokens["val" if split == "train" else split]
         windows = -(-total // self.length)
         count = windows if limit is None or limit >= total else max(1, limit // self.length)
-        rows = evenly_spaced(count, windows)
+        rows = np.arange(count) if split == "test" else evenly_spaced(count, windows)
         groups = self.corpus.document_groups(split) if split == "test" else None
         for first in range(0, len(rows), batch_size):
             indices_N = np.arange(first, first + batch_size)
             yield self._read(split, rows[indices_N % len(rows)], indices_N < len(rows), groups)
+
+    def test_tokens(self, limit: int | None) -> int:
+        """Return how many tokens of the test split are read: the first windows within `limit`."""
+        total = self.tokens["test"]
+        return total if limit is None else min(total, max(1, limit // self.length) * self.length)
 
     def sample(self, split: str, *, count: int, context: int) -> Batch:
         rows = evenly_spaced(count, self.tokens[split] // self.length)
