@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from qkablate.config import Config
+from qkablate.config.data import is_causal_text
 
 # Diagnostics of a circuit, as the mean over the heads of each layer: `qk/moved/L0`.
 _CIRCUIT_METRICS = (
@@ -59,10 +60,8 @@ class PanelFactory:
         ]
 
     def losses(self) -> Sequence[Any]:
-        from qkablate.data.tasks import TASKS
-
-        tasks = {config.data.source in TASKS for config in self._configs}
-        besides = ["val/bits_per_byte"] * (False in tasks) + ["val/accuracy"] * (True in tasks)
+        causal = {is_causal_text(config.data) for config in self._configs}
+        besides = ["val/bits_per_byte"] * (True in causal) + ["val/accuracy"] * (False in causal)
         return [
             self._curve("Validation loss", "val/loss", x="tokens"),
             self._curve("Training loss", "train/loss", x="tokens"),

@@ -8,7 +8,7 @@ from typing import Any
 from qkablate import __version__
 from qkablate.config import read_limit
 from qkablate.data import Corpus
-from qkablate.data.text_references import measure_text_references
+from qkablate.data.text.references import measure_text_references
 from qkablate.disk import write_atomic
 from qkablate.redaction import redact
 from qkablate.runs import text_references
