@@ -123,9 +123,9 @@ class Attention(nn.Module):
 
         With a cache, x holds the positions that follow those in it, whose keys and values it gives;
         a `SourceCache` gives those of y, which is the same in every call. Where the mask is false,
-        y (x, without a y) is padding, which changes no other position.
+        y (x, without a y) is padding, which changes no other position. With a cache of x, the mask
+        is that of all positions so far.
         """
-        assert cache is None or key_mask_BS is None
         is_self, first, kernel = y_BSD is None, 0, self.kernel
         x_BTD, y_BSD = _streams(x_BTD, y_BSD, key_mask_BS)
         if isinstance(cache, SourceCache):
@@ -363,7 +363,8 @@ def _streams(
     """Return the streams of the queries and of the keys; padding is zero, as 0 · NaN is NaN."""
     keys_BSD = x_BTD if y_BSD is None else y_BSD
     if key_mask_BS is not None:
-        keys_BSD = keys_BSD.masked_fill(~key_mask_BS[..., None], 0)
+        new_BS = key_mask_BS[:, -keys_BSD.shape[1] :]  # the others are cached
+        keys_BSD = keys_BSD.masked_fill(~new_BS[..., None], 0)
     return keys_BSD if y_BSD is None else x_BTD, keys_BSD
 
 
