@@ -336,9 +336,9 @@ class Attention(nn.Module):
         factor = self.resolve_lr(lr)
         return math.log(factor) / math.log(self.matched_lr) if factor != 1 else 0.0
 
-    def lr_multipliers(self, lr: float | str = "matched") -> dict[str, float]:
-        """Return the learning-rate multiplier of the matrices of each circuit."""
-        norm_scale, power = self.norm.lr_scale if self.norm else 1.0, self.lr_power(lr)
+    def lr_multipliers(self, power: float = 1.0) -> dict[str, float]:
+        """Return the matched multipliers of the matrices of each circuit, to a power."""
+        norm_scale = self.norm.lr_scale if self.norm else 1.0
         own = {"qk": self.qk.lr_multiplier * norm_scale, "ov": self.ov.lr_multiplier}
         return {name: multiplier**power for name, multiplier in own.items()}
 
