@@ -8,8 +8,10 @@ from collections.abc import Sequence
 from typing import Any
 
 from qkablate.config import Config
+from qkablate.config.data import PAIR_SOURCES
 
-# Diagnostics of a circuit, as the mean over the heads of each layer: `qk/moved/L0`.
+# Diagnostics of a circuit, as the mean over the heads of each layer: `qk/moved/L0`, or
+# `qk/moved/cross_L0` where a model has several sites.
 _CIRCUIT_METRICS = (
     *("stable_rank", "effective_rank", "nuclear", "frobenius", "symmetry", "directionality"),
     *("moved", "off_rank", "balance"),
@@ -61,8 +63,9 @@ class PanelFactory:
     def losses(self) -> Sequence[Any]:
         from qkablate.data.tasks import TASKS
 
-        tasks = {config.data.source in TASKS for config in self._configs}
-        besides = ["val/bits_per_byte"] * (False in tasks) + ["val/accuracy"] * (True in tasks)
+        answers = {config.data.source in (*TASKS, *PAIR_SOURCES) for config in self._configs}
+        besides = ["val/bits_per_byte"] * (False in answers)
+        besides += ["val/accuracy", "val/exact"] * (True in answers)
         return [
             self._curve("Validation loss", "val/loss", x="tokens"),
             self._curve("Training loss", "train/loss", x="tokens"),
@@ -116,7 +119,7 @@ class PanelFactory:
             *(
                 self._curve(
                     f"{circuit}: {measure.replace('_', ' ')}",
-                    pattern=rf"^{circuit}/{measure}/L\d+$",
+                    pattern=rf"^{circuit}/{measure}/(\w+_)?L\d+$",
                 )
                 for measure in CIRCUITS[circuit]
             ),
