@@ -288,25 +288,38 @@ def test_auto_is_resolved():
     assert checked("train.eval_every=40", "diagnostics.every=0").diagnostics.every == 0
 
 
+_TRANSLATOR = ["model=nano_translator", "data=reverse"]
+
+
 @pytest.mark.parametrize(
-    ("words", "every", "tokens"),
+    ("words", "every", "val", "test"),
     [
-        ([], 250, 29_696),
-        (["train.steps=100"], 100, 5120),
-        (["train.steps=300"], 300, 17_408),
-        (["train.steps=700"], 350, 31_744),
-        (["train.steps=10000", "train.batch_size=32"], 250, 65_536),  # the whole split
-        (["train.steps=10000", "data.val_tokens=655360"], 250, 43_008),
-        (["train.steps=2"], 2, 4096),
-        (["train.steps=2", "data.val_tokens=1000"], 2, 1000),
-        (["train.steps=100", "train.eval_every=10"], 10, 5120),  # stays a pair of eval_every=100
-        (["train.steps=100", "train.eval_tokens=all"], 100, 65_536),
-        (["train.eval_tokens=2048"], 250, 2048),
+        ([], 250, 29_696, 65_536),  # the whole test split
+        (["train.steps=100"], 100, 4096, 6144),
+        (["train.steps=300"], 300, 16_384, 37_888),
+        (["train.steps=700"], 350, 31_744, 65_536),
+        (["train.steps=10000", "train.batch_size=32"], 250, 65_536, 65_536),  # both
+        (["train.steps=10000", "data.val_tokens=655360"], 250, 43_008, 65_536),
+        (["train.steps=2"], 2, 512, 1024),
+        (["train.steps=2", "data.val_tokens=100", "data.test_tokens=200"], 2, 100, 200),
+        (["train.steps=100", "train.eval_every=10"], 10, 4096, 6144),  # a pair of eval_every=100
+        (["train.steps=100", "train.eval_tokens=all"], 100, 65_536, 65_536),
+        (["train.steps=100", "train.test_tokens=all"], 100, 4096, 65_536),
+        (["train.steps=100", "train.test_tokens=3000"], 100, 4096, 3000),
+        (["train.eval_tokens=2048"], 250, 2048, 65_536),
+        ([*_TRANSLATOR, "train.steps=100"], 100, 512, 1024),
+        ([*_TRANSLATOR, "train.steps=2000"], 250, 4096, 65_536),
     ],
 )
-def test_evaluations_are_evenly_spaced_and_take_a_twentieth(words, every, tokens):
+def test_evaluations_are_evenly_spaced_and_take_a_tenth(words, every, val, test):
     train = checked(*words).train
-    assert (train.eval_every, train.eval_tokens) == (every, tokens)
+    assert (train.eval_every, train.eval_tokens, train.test_tokens) == (every, val, test)
+
+
+def test_longer_runs_read_as_much_of_the_test_split_or_more():
+    budgets = [checked(f"train.steps={n}").train.test_tokens for n in range(1, 1001)]
+    falls = [n for n, (one, other) in enumerate(itertools.pairwise(budgets), 2) if other < one]
+    assert not falls
 
 
 @pytest.mark.parametrize("load_words", [checked, loaded])

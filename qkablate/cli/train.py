@@ -16,7 +16,7 @@ from qkablate.runs.lease import AlreadyRunning, LeaseLost
 from qkablate.runs.listing import shorten_names
 from qkablate.runs.run import EXIT_CODES
 from qkablate.runs.text_references import find_text_references
-from qkablate.table import print_next_commands, print_table
+from qkablate.table import format_part, print_next_commands, print_table
 from qkablate.tracking.wandb.run import OFFLINE
 from qkablate.training.distributed.ranks import Ranks
 from qkablate.training.signals import Stopped
@@ -169,8 +169,8 @@ def _print_result(result: dict[str, Any], trained: bool, folder: Path) -> None:
             return "   ".join(f"{name} {values[name]:{form}}" for name in splits if name in values)
 
         print(f"  loss      {join(loss)}   nats per token")
-        if read := result.get("eval_tokens"):
-            print(f"            val and train of {read:,} tokens, test of its whole split")
+        if parts := _format_parts(result):
+            print(f"            {parts}")
         if bits["val"] is not None:
             print(f"  bits      {join(bits)}   per byte")
         if accuracy["val"] is not None:
@@ -188,6 +188,15 @@ def _print_result(result: dict[str, Any], trained: bool, folder: Path) -> None:
     pace = f", {speed:,.0f} tokens/s" if speed else ""
     print(f"  time      {result['seconds']:.1f} s for {result['tokens']:,} tokens{pace}")
     print(f"  folder    {folder}")
+
+
+def _format_parts(result: dict[str, Any]) -> str:
+    """Return how much of the splits the losses were read of; '' for all of them."""
+    val, test = result.get("eval_tokens"), result.get("test_tokens")
+    if val is None and test is None:
+        return ""
+    parts = f"val and train of {format_part(val)}"
+    return parts if result["loss"]["test"] is None else f"{parts}, test of {format_part(test)}"
 
 
 def print_next(result: dict[str, Any], overrides: list[str], folder: Path, lr: float) -> None:

@@ -43,6 +43,12 @@ class DataConfig:
         None, "column that holds the sources; a.b: the part b of a column a", used_by=("pairs",)
     )
     target_field: str | None = data_key(None, "column that holds the targets", used_by=("pairs",))
+    max_length: int | None = data_key(
+        None,
+        "tokens of a source, or of a target with its end; pairs with more are left out",
+        bounds=(2, 2**16),
+        used_by=PAIR_SOURCES,
+    )
     document_start: str | None = data_key(
         None, "regular expression: a matching row begins a new document", used_by=("hub",)
     )

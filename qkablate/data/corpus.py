@@ -113,10 +113,12 @@ class Corpus:
     ) -> Iterator[Batch]:
         """Yield a whole split, or some `limit` tokens spread over it.
 
-        Of the training split, as much as the validation split has is read at most. The answers of
-        the test split are counted by document.
+        Of the training split, as much as the validation split has is read at most. Of the test
+        split the beginning is read, and its answers are counted by document.
         """
         end = self.tokens["val"] if split == "train" else None
+        if split == "test":
+            end, limit = self.test_tokens(limit), None
         return sequential_batches(
             self.split(split)[:end],
             batch_size=batch_size,
@@ -124,6 +126,10 @@ class Corpus:
             limit=limit,
             groups=self.document_groups(split) if split == "test" else None,
         )
+
+    def test_tokens(self, limit: int | None) -> int:
+        """Return how many tokens of the test split are read: the first `limit`, two at least."""
+        return self.tokens["test"] if limit is None else min(self.tokens["test"], max(2, limit))
 
     def document_groups(self, split: str) -> np.ndarray | None:
         """Return the document of each token of a held-out split; None if there is only one.
@@ -211,6 +217,8 @@ def prepared_folder(config: DataConfig) -> Path:
     rules += [config.max_tokens, config.val_tokens, config.test_tokens]
     if config.source == "pairs":
         rules += [config.source_field, config.target_field]
+    if config.max_length is not None:
+        rules.append(config.max_length)
     key = hash_json([rules, content])[:12]
     return cache_dir(config) / f"{config.source}-{config.tokenizer}-{key}"
 

@@ -56,18 +56,21 @@ def prepare(config: DataConfig, folder: Path, progress: Progress) -> dict[str, A
     closed = is_pairs or any(len(spans) > 1 for spans in splits.values())
     tokenizer = known or _make_tokenizer(config, store, splits, closed, progress)
     progress.stage("writing", store.size)
-    writer = _Writer(folder, store, tokenizer, closed, progress, is_pairs)
+    writer = _Writer(folder, store, tokenizer, closed, progress, is_pairs, config.max_length)
     limits = {"train": config.max_tokens, "val": config.val_tokens, "test": config.test_tokens}
     written = {split: writer.write(split, splits[split], limits[split]) for split in SPLITS}
     for split in SPLITS:
         if written[split]["tokens"] < 2:
             hint = "; raise data.max_tokens" if store.truncated else ""
+            hint = f"; raise data.max_length={config.max_length}" if writer.left_out else hint
             raise UserError(
                 f"{describe_source(config)} is too little text: nothing is left for {split}{hint}"
             )
     os.remove(folder / "documents")
     source_keys = ["source", "path", "name", "files", "subset", "revision", "split", "field"]
     source_keys += ["source_field", "target_field"]
+    if writer.left_out:
+        rule += f"; {writer.left_out:,} pairs of more than {config.max_length} tokens are left out"
     return {
         "sources": {
             key: value for key in source_keys if (value := getattr(config, key)) is not None
@@ -231,6 +234,8 @@ class _Writer:
     closed: bool  # a token ends each document
     progress: Progress
     is_pairs: bool = False  # documents are two sentences, with the byte 0 between them
+    max_length: int | None = None  # of a sentence with its end
+    left_out: int = 0  # longer pairs
     bytes_read: int = 0
     tokens_written: int = 0
 
@@ -241,8 +246,14 @@ class _Writer:
     def write(self, split: str, spans: Spans, limit: int | None) -> dict[str, Any]:
         """Write at most `limit` tokens of a split; return its entries of the manifest."""
         digest, tokens, size, ends = hashlib.sha256(), 0, 0, array("Q")
+        is_left_out = False  # the pair that this piece is of
         with (self.folder / f"{split}.bin").open("wb") as file:
             for text, ids, last in self._encode_pieces(self.store.text(spans)):
+                is_left_out = is_left_out or self._is_longer(ids, last)
+                if is_left_out:
+                    self.left_out += last
+                    is_left_out = not last
+                    continue
                 kept = ids[: None if limit is None else limit - tokens].astype(self.dtype)
                 file.write(kept.data)
                 digest.update(kept.data)
@@ -282,6 +293,13 @@ class _Writer:
         for target in targets:
             ids = np.concatenate([self._close(ids), self.tokenizer.encode(target)])
         return text, self._close(ids) if last and self.closed else ids, last
+
+    def _is_longer(self, ids: np.ndarray, is_whole: bool) -> bool:
+        """Return whether a source, or a target with its end, has too many tokens."""
+        if self.max_length is None or not is_whole:  # what comes in pieces is far longer
+            return self.max_length is not None
+        source, target = np.diff(np.flatnonzero(ids == self.tokenizer.end), prepend=-1)
+        return bool(source - 1 > self.max_length or target > self.max_length)
 
     def _close(self, ids: np.ndarray) -> np.ndarray:
         """Return the tokens of a document, or a sentence, with its end."""

@@ -19,7 +19,7 @@ MEASURES = (
     *("induction", "repeat_previous"),
 )
 ROUNDING_MEASURES = ("rounding", "rounding_fp64")
-ROUNDING_TOKENS = 256  # a ratio of norms needs no more, and fp64 is slow
+ROUNDING_TOKENS = 64  # a ratio of norms needs no more, and fp64 is slow
 
 
 def compute_patterns(

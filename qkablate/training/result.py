@@ -8,7 +8,7 @@ from typing import Any, TypeVar
 
 from qkablate import __version__
 from qkablate.attention.layer import MATCHES
-from qkablate.config import ModelConfig
+from qkablate.config import ModelConfig, read_limit
 from qkablate.data import Corpus
 from qkablate.data.text_references import measure_text_references
 from qkablate.disk import write_atomic
@@ -64,7 +64,8 @@ def format_header(plan: RunPlan, processes: int = 1) -> list[str]:
 def make_base_result(plan: RunPlan, packed: int, processes: int = 1) -> dict[str, Any]:
     """Return the content of result.json before training."""
     config, model = plan.config, plan.config.model
-    read = int(config.train.eval_tokens)
+    limit, test_limit = (read_limit(config, split) for split in ("val", "test"))
+    test_tokens = plan.data.test_tokens(test_limit)
     return {
         "id": plan.run.id,
         "label": plan.run.label,
@@ -76,8 +77,9 @@ def make_base_result(plan: RunPlan, packed: int, processes: int = 1) -> dict[str
         "context": model.context,
         "loss": {"train": None, "val": None, "test": None},
         **{name: {"val": None, "test": None} for name in OTHER_METRICS},
-        # Tokens that the losses of val and train were read of; null: of the whole split.
-        "eval_tokens": None if read >= plan.data.tokens["val"] else read,
+        # Tokens that the losses of val and train, and of test, were read of; null: of all.
+        "eval_tokens": None if limit is None or limit >= plan.data.tokens["val"] else limit,
+        "test_tokens": None if test_tokens == plan.data.tokens["test"] else test_tokens,
         "chance": plan.data.chance,
         text_references.KEY: None,
         "measures": {},
@@ -164,7 +166,8 @@ def measure_references(plan: RunPlan, result: dict[str, Any]) -> dict[str, Any] 
     if not isinstance(data, Corpus) or result["status"] != "done" or result["loss"]["test"] is None:
         return None
     try:
-        measured = measure_text_references(data, result["tokens"])
+        limit = read_limit(plan.config, "test")
+        measured = measure_text_references(data, result["tokens"], limit)
     except (MemoryError, OSError):  # no reason to lose the run
         return None
     return {"tokens": measured.tokens, "ngram": measured.ngram, "lzma": measured.lzma}

@@ -107,6 +107,15 @@ def test_references_are_measured_once(prepared, monkeypatch):
     assert measure_text_references(corpus, 2000) == first
 
 
+def test_references_are_of_the_text_that_a_run_reads(prepared):
+    corpus = prepared()
+    part, whole = (measure_text_references(corpus, 2000, limit) for limit in (50, None))
+    assert (part.test_tokens, whole.test_tokens) == (50, corpus.tokens["test"])
+    train, test = corpus.split("train")[:2000], corpus.split("test")
+    assert part.ngram == ngram_losses(train, test[:50], corpus.vocabulary)
+    assert whole.ngram == ngram_losses(train, test, corpus.vocabulary)
+
+
 @pytest.mark.parametrize("damage", ["", "{", '{"ngram": 3}', "of other data"])
 def test_damaged_cache_is_measured_again(prepared, damage):
     corpus = prepared()

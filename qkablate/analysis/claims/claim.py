@@ -14,6 +14,7 @@ from qkablate.analysis.comparison.ranking import AXES
 from qkablate.analysis.comparison.scaling import MIN_POINTS
 from qkablate.config import Role, flatten
 from qkablate.config.sweep import as_word, control_name
+from qkablate.config.variant import is_standard_attention
 from qkablate.errors import UserError
 from qkablate.sweeps.planning.manifest import FLOOR, Arm
 
@@ -257,6 +258,8 @@ def _world_of(arm: Arm, tasks: Mapping[str, Mapping[str, Any]]) -> str:
 def _matches(arm: Arm, selector: Selector) -> bool:
     flat = _flatten(arm)
     typed = arm.overrides.get("variant", "standard")
+    if is_standard_attention(arm.config.variant):  # one arm, whatever the sites
+        selector = {key: value for key, value in selector.items() if key != "variant.sites"}
     return all(
         value in (arm.variant, typed) if key == "variant" else _is_same(flat.get(key), value)
         for key, value in selector.items()

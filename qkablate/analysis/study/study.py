@@ -36,7 +36,8 @@ from qkablate.table import format_count
 Seeds = tuple[tuple[str, int], ...]  # equal for the two runs of a pair
 # Fields of result.json.
 _FACTS = ["precision", "matmul", "device", "kernel", "compile", "threads", "data_fingerprint"]
-_FACTS += ["steps", "seconds", "packed", "attempt", "version", "chance", "ended", TEXT_REFERENCES]
+_FACTS += ["test_tokens", "steps", "seconds", "packed", "attempt", "version", "chance", "ended"]
+_FACTS += [TEXT_REFERENCES]
 
 
 @dataclass(frozen=True, repr=False)

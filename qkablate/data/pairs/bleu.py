@@ -16,7 +16,7 @@ class Bleu(NamedTuple):
 def score_bleu(hypotheses: Sequence[str], references: Sequence[str]) -> Bleu:
     """Return the BLEU of a corpus with one reference each; UserError without sacrebleu."""
     require_extra("translate", "sacrebleu")
-    from sacrebleu.metrics import BLEU
+    from sacrebleu.metrics.bleu import BLEU
 
     metric = BLEU()
     score = metric.corpus_score([*hypotheses], [[*references]]).score

@@ -96,7 +96,8 @@ class Pairs:
         source, target = self.longest()
         raise ImpossibleConfig(
             f"model.{key}: of {len(lengths_N2):,} pairs {' and '.join(problems)}; the longest need"
-            f" model.source={source} model.context={target}"
+            f" model.source={source} model.context={target}, or data.max_length leaves out the"
+            " longer ones"
         )
 
     def batch(self, split: str, rows_N: np.ndarray) -> Batch:
@@ -124,18 +125,25 @@ class Pairs:
     ) -> Iterator[Batch]:
         """Yield a whole split, or pairs of some `limit` tokens spread over it.
 
-        Of the training split, as many pairs as the validation split has are read at most. The last
-        batch is filled with pairs that do not count.
+        Of the training split, as many pairs as the validation split has are read at most, and of
+        the test split the first ones. The last batch is filled with pairs that do not count.
         """
         count = len(self.splits["val" if split == "train" else split])
         rows = evenly_spaced(count, len(self.splits[split]))
-        if limit is not None:
+        if split == "test":
+            rows = rows[: self.test_tokens(limit) // self.length]
+        elif limit is not None:
             rows = rows[evenly_spaced(max(1, limit // self.length), len(rows))]
         for first in range(0, len(rows), batch_size):
             indices_N = np.arange(first, first + batch_size)
             batch = self.batch(split, rows[indices_N % len(rows)])
             batch.targets_NA[indices_N >= len(rows)] = IGNORE
             yield batch
+
+    def test_tokens(self, limit: int | None) -> int:
+        """Return how many tokens of the test split are read: the first pairs within `limit`."""
+        total = self.tokens["test"]
+        return total if limit is None else min(total, max(1, limit // self.length) * self.length)
 
     def sample(self, split: str, *, count: int, context: int) -> Batch:
         return self.batch(split, evenly_spaced(count, len(self.splits[split])))

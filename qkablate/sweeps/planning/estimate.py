@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 
-from qkablate.config import EVAL_COST, TEXT_SOURCES, Config
+from qkablate.config import EVAL_COST, TEXT_SOURCES, Config, read_limit
 from qkablate.data.text_references import peak_bytes
 from qkablate.errors import UserError, print_stderr
 from qkablate.runs.records import read_json, write_json
@@ -142,10 +142,12 @@ def _interpolate(arm: Arm, small: Timing, large: Timing) -> RunEstimate:
         )
     else:
         step, memory = small.step * flops / small.flops, small.bytes
-    # The test split is read once, and whole.
+    # The test split is read once.
     train = arm.config.train
     evaluated = (steps // int(train.eval_every) + 2) * int(train.eval_tokens)
-    evaluated += arm.test_tokens * train.evaluate_test
+    limit = read_limit(arm.config, "test")
+    tested = arm.test_tokens if limit is None else min(arm.test_tokens, limit)
+    evaluated += tested * train.evaluate_test
     evaluation = EVAL_COST * evaluated / (arm.tokens / steps) * step
     return RunEstimate(
         seconds=large.start + steps * step + evaluation,

@@ -708,6 +708,12 @@ def tiny_text(tmp_path_factory):
     return folder
 
 
+def source_of(own, world):
+    """Return the source of the data that a part of a claim is about."""
+    name = own.tasks.get(world, own.grid)["data"]
+    return yaml.safe_load((conf_dir() / "data" / f"{name}.yaml").read_text())["source"]
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("name", TESTABLE)
 def test_every_shipped_claim_finds_its_arms(name, tiny_text):
@@ -743,9 +749,7 @@ def test_every_shipped_claim_finds_its_arms(name, tiny_text):
             assert arm.name != other.name
             assert arm.tokens == other.tokens
             assert arm.facts["data_fingerprint"] == other.facts["data_fingerprint"]
-            assert arm.config.data.source == (
-                own.grid["data"] if one.world == "text" else one.world
-            )
+            assert arm.config.data.source == source_of(own, one.world)
             if one.spec.axis in ("params", "flops"):
                 sizes = [getattr(side, one.spec.axis) for side in (arm, other)]
                 assert sizes[0] == pytest.approx(sizes[1], rel=0.01)
@@ -756,7 +760,7 @@ def test_every_shipped_claim_finds_its_arms(name, tiny_text):
         for world in one.data:
             own_asks = [a for a in asks if (a.part, a.world) == (part_name, world)]
             lengths = {manifest.arms[a.pairs[0][0]].tokens for a in own_asks}
-            source = own.grid["data"] if world == "text" else world
+            source = source_of(own, world)
             arms = [arm for arm in manifest.arms.values() if arm.config.data.source == source]
             every = {arm.tokens for arm in arms}
             if one.horizon == "each":

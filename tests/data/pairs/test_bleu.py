@@ -1,5 +1,6 @@
 """BLEU by sacrebleu."""
 
+import os
 import sys
 
 import pytest
@@ -9,7 +10,8 @@ from qkablate.errors import UserError
 
 
 def test_score_and_signature():
-    pytest.importorskip("sacrebleu")
+    if not os.environ.get("QKABLATE_NEEDS_EXPORT"):  # the extras must be there
+        pytest.importorskip("sacrebleu")
     texts = ["the cat sat on the mat", "and saw two dogs"]
     assert score_bleu(texts, texts).score == pytest.approx(100)
     bleu = score_bleu(["the cat sat on a mat", "and saw two dogs"], texts)

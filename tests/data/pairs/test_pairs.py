@@ -13,7 +13,7 @@ from qkablate.data import IGNORE, Pairs, find_data, open_data, sources
 from qkablate.data.batches import PAD
 from qkablate.data.corpus import open_corpus
 from qkablate.data.pairs.sources import open_pairs
-from qkablate.data.tokenizers import load_tokenizer
+from qkablate.data.tokenizers import CHUNK_BYTES, load_tokenizer
 from qkablate.errors import UserError
 
 MODEL = ModelConfig(form="encoder_decoder", source=8, context=12)
@@ -91,6 +91,30 @@ def test_no_source_is_in_two_splits(write):
     for split in SPLITS:
         assert {s for s, _ in texts(pairs, split)} == {s for s in split_of if split_of[s] == split}
         assert len(pairs.splits[split]) > 15
+
+
+@pytest.mark.parametrize("tokenizer", ["bytes", "bpe"])
+def test_long_pairs_are_left_out(write, tokenizer):
+    rows = [(f"{i:0{2 + i % 8}}", "t" * (1 + i // 9 % 9)) for i in range(405)]
+    rows += [("s\n" * CHUNK_BYTES + "s", "t")]  # read in pieces
+    data = write("pairs.jsonl", rows_of("jsonl", rows), tokenizer=tokenizer)
+    data.vocab_size, data.max_length = (257 if tokenizer == "bpe" else None), 5
+    corpus = open_corpus(data)
+    pairs = Pairs(corpus, MODEL)
+    left = [text for split in SPLITS for text in texts(pairs, split)]
+    fits = {(s, t) for s, t in rows if len(s) <= 5 and len(t) + 1 <= 5}
+    assert {*left} == fits
+    assert pairs.longest() == (5, 5)
+    left_out = len(rows) - len(fits)
+    assert corpus.manifest.split.endswith(f"{left_out} pairs of more than 5 tokens are left out")
+    assert len(left) == len(fits) > 50
+    data.max_length = 2
+    with pytest.raises(UserError, match=r"nothing is left for \w+; raise data.max_length=2"):
+        open_corpus(
+            dataclasses.replace(
+                data, path=str(write("b.tsv", rows_of("tsv", [("ss", "tt")] * 9)).path)
+            )
+        )
 
 
 def test_files_named_by_splits_are_published(write, tmp_path):
@@ -176,6 +200,21 @@ def test_sentences_longer_than_the_model_are_counted(write):
         pairs = open_data(data, dataclasses.replace(MODEL, source=source, context=context))
         with pytest.raises(UserError, match=f"{line}.*need model.source=30 model.context=41"):
             pairs.check_context(context)
+
+
+def test_a_limit_reads_the_first_pairs_of_the_test_split(write):
+    pairs = open_data(write("pairs.tsv", rows_of("tsv", ROWS * 5)), MODEL)
+
+    def read(limit):
+        batches = pairs.split_batches("test", batch_size=1, context=12, limit=limit)
+        return [batch.inputs[0].tolist() for batch in batches]
+
+    whole = read(None)
+    assert len(whole) == len(pairs.splits["test"]) > 2
+    assert read(2 * 12 + 5) == whole[:2]
+    assert read(1) == whole[:1]
+    assert pairs.test_tokens(2 * 12 + 5) == 2 * 12
+    assert read(10**9) == whole
 
 
 def test_batches_hold_padded_pairs(write):

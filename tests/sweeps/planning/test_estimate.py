@@ -21,7 +21,9 @@ def arm_of(flops: float, params: int = 1000, steps: int = STEPS) -> Arm:
     config = Config(
         model=ModelConfig(context=64),
         data=DataConfig(val_tokens=VAL),
-        train=TrainConfig(steps=steps, batch_size=8, eval_every=EVERY, eval_tokens=VAL),
+        train=TrainConfig(
+            steps=steps, batch_size=8, eval_every=EVERY, eval_tokens=VAL, test_tokens=VAL
+        ),
         threads=1,
     )
     name = f"f{flops:g}-p{params}-s{steps}"
