@@ -73,7 +73,7 @@ def _format_task(task: Task, batch: "Batch", number: int) -> list[str]:
     if task.form == "decoder":
         return [f"  {_sequence(task, batch, number)}"]
     texts = (
-        " ".join(map(task.format_token, tokens_NT[number].tolist()))
+        " ".join(task.format_token(token) for token in tokens_NT[number].tolist() if token >= 0)
         for tokens_NT in (batch.inputs[0], batch.targets_NA)
     )
     return [f"  source  {next(texts)}", f"  target  {next(texts)}"]
@@ -85,10 +85,6 @@ def _printable(text: str) -> str:
 
 
 def _sequence(task: Task, batch: "Batch", number: int) -> str:
-    if task.form != "decoder":
-        parts = (batch.inputs[0][number].tolist(), batch.targets_NA[number].tolist())
-        source, target = ([task.format_token(t) for t in part if t >= 0] for part in parts)
-        return f"{' '.join(source)} ⇒ {' '.join(target)}"
     texts = [task.format_token(token) for token in batch.tokens_NT[number].tolist()]
     if batch.positions_NA is not None:
         positions, targets = batch.positions_NA[number].tolist(), batch.targets_NA[number].tolist()

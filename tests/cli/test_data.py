@@ -138,6 +138,13 @@ def test_show_prints_words_with_their_tags(qkablate, tmp_path, monkeypatch):
     assert info["accuracy"] == {"chance": pytest.approx(1 / 3), "word": 1}  # guessed
 
 
+def test_show_leaves_padding_out(qkablate):
+    words = ("data=commands", "model=nano_translator", "model.source=9", "model.context=49")
+    done = qkablate("data", "show", *words, "--count", "3")
+    pairs = re.findall(r"^  source  ([a-z ]+)\n  target  ([A-Z ]+ end)$", done.out, re.MULTILINE)
+    assert len(pairs) == 3, done
+
+
 @pytest.mark.parametrize("task", TASKS)
 def test_info_and_prepare_of_a_task(qkablate, task):
     told = json.loads(qkablate("data", "info", f"data={task}", "--json").out)

@@ -103,7 +103,7 @@ def test_sections_are_in_reading_order(spec):
     ("words", "names"),
     [
         ([], {"val/loss", "train/loss", "val/bits_per_byte"}),
-        (TASK, {"val/loss", "train/loss", "val/accuracy"}),
+        (TASK, {"val/loss", "train/loss", "val/accuracy", "val/exact"}),
         (MASKED, {"val/loss", "train/loss", "val/accuracy"}),
     ],
 )
@@ -160,7 +160,7 @@ def test_learning_rate_panels(spec):
 @pytest.mark.parametrize(
     ("name", "keys"),
     [
-        ("QK circuit", ["qk/stable_rank/L0", "qk/moved/L11", "qk/balance/L3"]),
+        ("QK circuit", ["qk/stable_rank/L0", "qk/moved/L11", "qk/balance/cross_L3"]),
         ("OV circuit", ["ov/effective_rank/L0", "ov/off_rank/L7"]),
         ("Attention", ["attention/entropy/L0", "attention/induction/L2", "attention/self/L10"]),
     ],
