@@ -94,7 +94,10 @@ class TorchTransformer:
         torch.manual_seed(config.seed)
         self.model = Translator(shape, plan.data.vocabulary).to(config.device)
         self.optimizer = torch.optim.AdamW(
-            self.model.parameters(), config.optim.lr, (config.optim.betas[0], config.optim.betas[1]), fused=True
+            self.model.parameters(),
+            config.optim.lr,
+            (config.optim.betas[0], config.optim.betas[1]),
+            fused=True,
         )
         self.forward = torch.compile(self.model) if compiled else self.model
         self.feed = Feed(batch_reader(config, plan.data), config.device)
