@@ -168,7 +168,8 @@ def _print_result(result: dict[str, Any], trained: bool, folder: Path) -> None:
         def join(values: dict[str, float], form: str = ".4f") -> str:
             return "   ".join(f"{name} {values[name]:{form}}" for name in splits if name in values)
 
-        print(f"  loss      {join(loss)}   nats per token")
+        kind = "masked token" if result["data"].get("objective") == "mlm" else "token"
+        print(f"  loss      {join(loss)}   nats per {kind}")
         if parts := _format_parts(result):
             print(f"            {parts}")
         if bits["val"] is not None:
@@ -176,6 +177,8 @@ def _print_result(result: dict[str, Any], trained: bool, folder: Path) -> None:
         if accuracy["val"] is not None:
             chance = "" if result.get("chance") is None else f"   chance {result['chance']:.1%}"
             print(f"  accuracy  {join(accuracy, '.1%')}{chance}")
+        if (exact := result["exact"])["val"] is not None:
+            print(f"  exact     {join(exact, '.1%')}   of the sequences")
         for references in find_text_references([("this run", result)]):
             print(f"  compare   {references}")
     elif result["status"] == "diverged":
@@ -242,7 +245,7 @@ def _is_other_flag(word: str) -> bool:
 
 def _print_table(outcomes: list[dict[str, Any]]) -> None:
     # For text bits per byte, which are comparable across tokenizers; for tasks the accuracy.
-    optional = {"bits_per_byte": "bits/byte", "accuracy": "accuracy"}
+    optional = {"bits_per_byte": "bits/byte", "accuracy": "accuracy", "exact": "exact"}
     shown = {
         key: title
         for key, title in optional.items()

@@ -4,7 +4,7 @@ Shape suffixes: L layers, H heads.
 """
 
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from itertools import pairwise
 
 import numpy as np
@@ -14,6 +14,7 @@ from qkablate.analysis.comparison.curves import Curve
 from qkablate.analysis.comparison.head_metrics import HeadMetrics
 from qkablate.analysis.stats import Interval
 from qkablate.analysis.study.study import Entry
+from qkablate.config.variant import layer_names
 from qkablate.report.charts import base
 from qkablate.report.charts.base import Chart, ChartPanel, Spec, round_digits
 from qkablate.report.charts.curves import mean_layers, mean_rows, points_per_curve
@@ -154,16 +155,25 @@ def _find_cells(group: list[HeadMetrics]) -> tuple[dict[str, list[Spec]], list[i
         for label, arm in zip(labels, group, strict=True):
             if arrays := arm.at(name, arm.entry.tokens):
                 counts.append(len(arrays))
-                rows += _map_cells(label, head_metrics.sort_heads(arrays))
+                values_LH = head_metrics.sort_heads(arrays)
+                rows += _map_cells(label, layer_labels(arm, len(values_LH)), values_LH)
         if rows:
             by_metric[metric] = rows
     return by_metric, counts
 
 
-def _map_cells(label: str, values_LH: np.ndarray) -> list[Spec]:
+def layer_labels(arm: HeadMetrics, count: int) -> list[int] | list[str]:
+    """Return the layers of an arm as people read them: 0, or encoder 0."""
+    names = layer_names(arm.entry.arm.config.model)
+    if arm.entry.arm.config.model.form != "encoder_decoder" or len(names) != count:
+        return [*range(count)]
+    return [name.replace("_L", " ") for name in names]
+
+
+def _map_cells(label: str, layers: Sequence[int | str], values_LH: np.ndarray) -> list[Spec]:
     return [
         {"arm": label, "layer": layer, "head": head + 1, "value": round_digits(value, 3)}
-        for layer, values_H in enumerate(values_LH)
+        for layer, values_H in zip(layers, values_LH, strict=True)
         for head, value in enumerate(map(float, values_H))
         if math.isfinite(value)
     ]
@@ -181,9 +191,11 @@ def _map_spec(rows: list[Spec]) -> Spec:
         text = {"text": {"field": "value", "type": "quantitative", "format": form}}
         layers.append(base.make_layer("text", text, fontSize=12, color="var(--ink)"))
     axis = {"ticks": False, "domain": False, "labelAngle": 0}
+    # Sites in the order of computation, numbers in their own.
+    order = {"sort": None} if any(isinstance(row["layer"], str) for row in rows) else {}
     encoding = {
         "x": {"field": "head", "type": "ordinal", "title": None, "axis": None},
-        "y": {"field": "layer", "type": "ordinal", "title": None, "axis": axis},
+        "y": {"field": "layer", "type": "ordinal", "title": None, "axis": axis} | order,
         "tooltip": base.make_tooltip(arm="", layer="", head="rank", value=""),
     }
     height = {"step": 28 if roomy else step}

@@ -12,7 +12,7 @@ from qkablate.analysis.comparison.curves import thin
 from qkablate.analysis.comparison.head_metrics import SPECTRUM, HeadMetrics, nan_mean
 from qkablate.report.charts import base
 from qkablate.report.charts.base import Chart, ChartPanel, Spec, round_digits
-from qkablate.report.charts.heads import head_groups, panel_title
+from qkablate.report.charts.heads import head_groups, layer_labels, panel_title
 from qkablate.report.section import Section, format_n
 from qkablate.table import format_short
 
@@ -29,15 +29,18 @@ def spectrum_chart(section: Section) -> Chart:
     panels, counts = [], []
     for size, group in groups:
         rows: dict[int, list[Spec]] = {}
+        labels: dict[int, int | str] = {}
         for arm in group:
             for when, tokens in (("start", 0), ("end", arm.entry.tokens)):
                 if tokens in arm.tokens and (arrays := arm.at(SPECTRUM, tokens)):
                     counts.append(len(arrays))
-                    for layer, values_K in enumerate(head_metrics.relative_spectra(arrays)):
+                    spectra = head_metrics.relative_spectra(arrays)
+                    labels |= enumerate(layer_labels(arm, len(spectra)))
+                    for layer, values_K in enumerate(spectra):
                         rows.setdefault(layer, []).extend(_spectrum_rows(arm, when, values_K))
         drawn = sorted(layer for layer in rows if rows[layer])
         for layer in head_metrics.pick_evenly(drawn, layers_shown):
-            title = panel_title(f"layer {layer}", size, len(groups) > 1)
+            title = panel_title(f"layer {labels[layer]}", size, len(groups) > 1)
             panels.append(_layer_panel(section, title, rows[layer]))
     caption = (
         "Singular values of B relative to a head's largest, from the first to the d_head-th; mean"

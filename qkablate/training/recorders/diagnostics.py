@@ -54,7 +54,8 @@ def record_attention(plan: RunPlan, write: Callable[..., None], model: Model, st
     try:
         # In full precision, as `qkablate inspect` computes it.
         with torch.autocast(config.device.partition(":")[0], enabled=False):
-            a_LHTT = attention_weights(model, tokens_T.to(config.device)).cpu().numpy()
+            weights = attention_weights(model, tokens_T.to(config.device))
+            a_LHTT = torch.stack(weights).cpu().numpy()
     finally:
         model.train(training)
     if np.isfinite(a_LHTT).all():  # otherwise the loop will report divergence
