@@ -39,7 +39,7 @@ class NoV(_SliceOV):
 
     A slice of a normalized x is 1/(σ√d) times as long as standard's values; g = σ√d compensates
     (naive: g = 1). Only W_o is trained. In cross-attention with a source of width e, the slice is
-    e/h wide, and g = σ_v √d.
+    e/h wide, and g = σ √d of W_v's σ.
     """
 
     equation = "M_h = g E_h W_o, v is a slice of x"

@@ -26,7 +26,7 @@ class QK(Circuit):
     cached: ClassVar[str] = "k"
     no_rope_reason: ClassVar[str] = ""  # why keys and queries cannot be rotated
 
-    can_start_symmetric: ClassVar[bool] = False  # has a W_q and a W_k of one shape
+    can_start_symmetric: ClassVar[bool] = False  # W_q and W_k, if it has any, are of one shape
     key_factors = 1  # number of the factors that belong to the keys
     only_diagonal_differs = False  # initial scores match standard's except for i = j
     spread = 1.0  # what the scale divides by, so that initial scores spread as standard's

@@ -157,6 +157,7 @@ class Uniform(QK):
     removes = "W_q, W_k, scores"
     source = "lower bound"
     cached = ""
+    can_start_symmetric = True  # it has no W_q and W_k that could differ
     no_rope_reason = "there are no queries and keys to rotate"
     no_circuit_reason = "the scores do not depend on x"
 
@@ -183,6 +184,7 @@ class StaticScores(Uniform):
 
     match = "spread"
     naive_match = "none"
+    can_start_symmetric = False
     equation = "score(i, j) = a learned table"
     params = "h T S"
     removes = "W_q, W_k, content"
