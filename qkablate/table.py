@@ -177,6 +177,11 @@ def format_count(number: int, what: str) -> str:
     return f"{number:,} {what}{'' if number == 1 else 's'}"
 
 
+def format_part(tokens: int | None) -> str:
+    """Format how much of a split is read: 4,096 tokens; None: the whole split."""
+    return "the whole split" if tokens is None else format_count(tokens, "token")
+
+
 def format_list(names: list[str], most: int = 4) -> str:
     """Format the first names: a, b, c, d and 7 more."""
     more = f" and {len(names) - most} more" if len(names) > most else ""

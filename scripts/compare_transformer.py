@@ -2,10 +2,11 @@
 
 Same machine, same sizes, same padded batches of pairs (expressions of the standard library and
 their postfix notation), same parameters but for biases in attention. nn.Transformer is trained as
-its documentation shows: pre-norm, padding and causal masks, cross-entropy, AdamW, clipping;
-qkablate runs its Trainer's own step. They take turns, in a different order each round: tokens/s
-(positions of source and target) is the median over the rounds, the ratio the median (minimum …
-maximum) within a round. Warm-up and compilation are not timed.
+its documentation shows, in fp32: pre-norm, padding and causal masks, cross-entropy, AdamW,
+clipping; qkablate runs its Trainer's own step, in the precision of `auto` and in fp32. They take
+turns, in a different order each round: tokens/s (positions of source and target) is the median over
+the rounds, the ratio the median (minimum … maximum) within a round. Warm-up and compilation are not
+timed.
 """
 
 import argparse
@@ -93,8 +94,9 @@ class TorchTransformer:
         self.config = config = plan.config
         torch.manual_seed(config.seed)
         self.model = Translator(shape, plan.data.vocabulary).to(config.device)
+        first, second = config.optim.betas
         self.optimizer = torch.optim.AdamW(
-            self.model.parameters(), config.optim.lr, (config.optim.betas[0], config.optim.betas[1]), fused=True
+            self.model.parameters(), config.optim.lr, (first, second), fused=True
         )
         self.forward = torch.compile(self.model) if compiled else self.model
         self.feed = Feed(batch_reader(config, plan.data), config.device)
@@ -110,12 +112,13 @@ class TorchTransformer:
         self.optimizer.zero_grad(set_to_none=True)
 
 
-def configure(shape: Shape, variant: str, steps: int, folder: Path) -> Config:
-    """Return the config of `qkablate train` with this shape, in fp32."""
+def configure(shape: Shape, variant: str, steps: int, folder: Path, precision: str) -> Config:
+    """Return the config of `qkablate train` with this shape."""
     words = [f"model.{key}={getattr(shape, key)}" for key in ("layers", "d_model", "heads")]
     words += ["model=nano_translator", "data=stdlib_pairs", f"data.max_length={shape.context}"]
     words += [f"model.context={shape.context}", f"train.batch_size={shape.batch_size}"]
-    words += [f"variant={variant}", f"train.steps={steps}", "precision=fp32", f"out={folder}"]
+    words += [f"variant={variant}", f"train.steps={steps}", f"out={folder}"]
+    words.append(f"precision={precision}")
     return load(compose("train", [*words, "tracking.wandb=disabled"]))
 
 
@@ -123,9 +126,14 @@ def run(label: str, args: argparse.Namespace, folder: Path) -> None:
     """Print the rows of one shape."""
     shape = SHAPES[label]
     steps = WARMUP + args.rounds * shape.steps
-    plans = [plan_run(configure(shape, name, steps, folder)) for name in args.variants]
-    hardware.configure_process(plans[0].config)
-    peers = [TorchTransformer(shape, plans[0], compiled) for compiled in (False, True)]
+    auto = plan_run(configure(shape, "standard", steps, folder, "auto"))
+    plans = [
+        plan_run(configure(shape, name, steps, folder, precision))
+        for name in args.variants
+        for precision in dict.fromkeys((auto.config.precision, "fp32"))
+    ]
+    hardware.configure_process(auto.config)
+    peers = [TorchTransformer(shape, auto, compiled) for compiled in (False, True)]
     candidates: list[Any] = [*peers, *(Qkablate(plan) for plan in plans)]
     for candidate in list(candidates):
         try:
@@ -165,7 +173,7 @@ def main() -> None:
         initialize_config_dir(str(conf_dir()), version_base="1.3"),
         tempfile.TemporaryDirectory() as folder,
     ):
-        config = hardware.resolve(configure(SHAPES["small"], "standard", 1, Path(folder)))
+        config = hardware.resolve(configure(SHAPES["small"], "standard", 1, Path(folder), "auto"))
         print(f"{compare.format_header(config)}, {time.strftime('%H:%M')}\n")
         print(f"{'shape':<49}{'tokens/s':>10}   ratio to the best nn.Transformer")
         for label in args.shapes:

@@ -288,25 +288,38 @@ def test_auto_is_resolved():
     assert checked("train.eval_every=40", "diagnostics.every=0").diagnostics.every == 0
 
 
+_TRANSLATOR = ["model=nano_translator", "data=reverse"]
+
+
 @pytest.mark.parametrize(
-    ("words", "every", "tokens"),
+    ("words", "every", "val", "test"),
     [
-        ([], 250, 29_696),
-        (["train.steps=100"], 100, 5120),
-        (["train.steps=300"], 300, 17_408),
-        (["train.steps=700"], 350, 31_744),
-        (["train.steps=10000", "train.batch_size=32"], 250, 65_536),  # the whole split
-        (["train.steps=10000", "data.val_tokens=655360"], 250, 43_008),
-        (["train.steps=2"], 2, 4096),
-        (["train.steps=2", "data.val_tokens=1000"], 2, 1000),
-        (["train.steps=100", "train.eval_every=10"], 10, 5120),  # stays a pair of eval_every=100
-        (["train.steps=100", "train.eval_tokens=all"], 100, 65_536),
-        (["train.eval_tokens=2048"], 250, 2048),
+        ([], 250, 29_696, 65_536),  # the whole test split
+        (["train.steps=100"], 100, 4096, 6144),
+        (["train.steps=300"], 300, 16_384, 37_888),
+        (["train.steps=700"], 350, 31_744, 65_536),
+        (["train.steps=10000", "train.batch_size=32"], 250, 65_536, 65_536),  # both
+        (["train.steps=10000", "data.val_tokens=655360"], 250, 43_008, 65_536),
+        (["train.steps=2"], 2, 512, 1024),
+        (["train.steps=2", "data.val_tokens=100", "data.test_tokens=200"], 2, 100, 200),
+        (["train.steps=100", "train.eval_every=10"], 10, 4096, 6144),  # a pair of eval_every=100
+        (["train.steps=100", "train.eval_tokens=all"], 100, 65_536, 65_536),
+        (["train.steps=100", "train.test_tokens=all"], 100, 4096, 65_536),
+        (["train.steps=100", "train.test_tokens=3000"], 100, 4096, 3000),
+        (["train.eval_tokens=2048"], 250, 2048, 65_536),
+        ([*_TRANSLATOR, "train.steps=100"], 100, 512, 1024),
+        ([*_TRANSLATOR, "train.steps=2000"], 250, 4096, 65_536),
     ],
 )
-def test_evaluations_are_evenly_spaced_and_take_a_twentieth(words, every, tokens):
+def test_evaluations_are_evenly_spaced_and_take_a_tenth(words, every, val, test):
     train = checked(*words).train
-    assert (train.eval_every, train.eval_tokens) == (every, tokens)
+    assert (train.eval_every, train.eval_tokens, train.test_tokens) == (every, val, test)
+
+
+def test_longer_runs_read_as_much_of_the_test_split_or_more():
+    budgets = [checked(f"train.steps={n}").train.test_tokens for n in range(1, 1001)]
+    falls = [n for n, (one, other) in enumerate(itertools.pairwise(budgets), 2) if other < one]
+    assert not falls
 
 
 @pytest.mark.parametrize("load_words", [checked, loaded])
@@ -369,6 +382,8 @@ def test_variant_name_describes_its_circuits(overrides, name):
             "'byte' (nearest: bytes) is not one of bytes, chars, bpe, gpt2, cl100k_base, o2",
         ),
         ("data.tokenizer=null", "data.tokenizer: data=stdlib needs a value"),
+        ("data.tokenizer=words", "data.tokenizer: words given, but data=stdlib has no tags of wo"),
+        ("data.objective=mml", "data.objective: 'mml' (nearest: mlm) is not one of causal, mlm"),
         ("data.vocab_size=512", "data.vocab_size: only data.tokenizer=bpe has this key"),
         ("data.pairs=4", "data.pairs: data=stdlib has no such key; it has tokenizer, vocab_size"),
         ("data.max_tokens=0", "data.max_tokens: 0 is not 1 or more"),
@@ -450,6 +465,9 @@ def test_mistakes_in_a_composed_config_are_the_same(override):
 @pytest.mark.parametrize(
     ("overrides", "line"),
     [
+        ("data=stdlib_tags data.tokenizer=bpe", "bpe given, but data=stdlib_tags needs words"),
+        ("data=stdlib_tags data.vocab_size=9", "data.vocab_size: words needs at least 257: that"),
+        ("data=stdlib_tags data.objective=mlm", "data.objective: data=stdlib_tags has no such key"),
         ("data=recall data.tokenizer=chars", "data.tokenizer: data=recall has no such key; it has"),
         ("data=recall data.segment=4", "data.segment: data=recall has no such key"),
         ("data=recall data.pairs=null", "data.pairs: data=recall needs a number"),
@@ -470,9 +488,10 @@ def test_keys_of_other_sources_are_rejected(overrides, line):
     assert line in str(error.value)
 
 
-def test_bpe_has_a_default_vocabulary_size():
+def test_learned_tokenizers_have_a_default_vocabulary_size():
     assert checked("data.tokenizer=bpe").data.vocab_size == 8192
     assert checked("data.tokenizer=bpe", "data.vocab_size=512").data.vocab_size == 512
+    assert checked("data=stdlib_tags", "data.vocab_size=null").data.vocab_size == 2048
     assert checked().data.vocab_size is None
 
 

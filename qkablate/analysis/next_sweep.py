@@ -8,7 +8,6 @@ from qkablate.analysis.study.study import Study
 
 LONGER = 4  # times as long
 _SEEDS = 6
-_LENGTHS = ("train.tokens", "train.steps")
 
 
 def propose_next_sweep(study: Study, summary: StudySummary) -> list[str] | None:
@@ -26,9 +25,7 @@ def propose_next_sweep(study: Study, summary: StudySummary) -> list[str] | None:
         return summary.tuning.command if summary.tuning is not None else None
     changes = _more_seeds(study) if needs_seeds else {}
     if needs_length:
-        # The length of runs that sweep.also or a predicate gives is not multiplied.
-        values = [word.partition("=")[2] for word in words]
-        if any(key in value for key in _LENGTHS for value in values):
+        if manifest.fixes_length:
             return None
         changes = _longer(study) | changes
     changes["sweep.name"] = f"{manifest.name}-{'longer' if needs_length else 'more-seeds'}"

@@ -130,9 +130,9 @@ class Attention(nn.Module):
 
         With a cache, x holds the positions that follow those in it, whose keys and values it gives;
         a `SourceCache` gives those of y, which is the same in every call. Where the mask is false,
-        y (x, without a y) is padding, which changes no other position.
+        y (x, without a y) is padding, which changes no other position. With a cache of x, the mask
+        is that of all positions so far.
         """
-        assert cache is None or key_mask_BS is None
         is_self, first, kernel = y_BSD is None, 0, self.kernel
         x_BTD, y_BSD = _streams(x_BTD, y_BSD, key_mask_BS)
         if isinstance(cache, SourceCache):
@@ -348,9 +348,9 @@ class Attention(nn.Module):
         factor = self.resolve_lr(lr)
         return math.log(factor) / math.log(self.matched_lr) if factor != 1 else 0.0
 
-    def lr_multipliers(self, lr: float | str = "matched") -> dict[str, float]:
-        """Return the learning-rate multiplier of the matrices of each circuit."""
-        norm_scale, power = self.norm.lr_scale if self.norm else 1.0, self.lr_power(lr)
+    def lr_multipliers(self, power: float = 1.0) -> dict[str, float]:
+        """Return the matched multipliers of the matrices of each circuit, to a power."""
+        norm_scale = self.norm.lr_scale if self.norm else 1.0
         own = {"qk": self.qk.lr_multiplier * norm_scale, "ov": self.ov.lr_multiplier}
         return {name: multiplier**power for name, multiplier in own.items()}
 
@@ -375,7 +375,8 @@ def _streams(
     """Return the streams of the queries and of the keys; padding is zero, as 0 · NaN is NaN."""
     keys_BSD = x_BTD if y_BSD is None else y_BSD
     if key_mask_BS is not None:
-        keys_BSD = keys_BSD.masked_fill(~key_mask_BS[..., None], 0)
+        new_BS = key_mask_BS[:, -keys_BSD.shape[1] :]  # the others are cached
+        keys_BSD = keys_BSD.masked_fill(~new_BS[..., None], 0)
     return keys_BSD if y_BSD is None else x_BTD, keys_BSD
 
 

@@ -123,6 +123,9 @@ def _print(comparison: "RunComparison") -> None:
     if EVAL_TOKENS in comparison.differ:
         print()
         print_text(f"no validation gap: the two evaluations differ in {EVAL_TOKENS}")
+    if comparison.unequal_tests:
+        print()
+        print_text(sanitize(f"no test gap: {comparison.unequal_tests}"))
     for title, differing in (("they differ in", comparison.differ), ("and in", comparison.unlike)):
         for key, (first, second) in differing.items():
             print_text(sanitize(f"{title:<15} {key}: {first} · {second}"), " " * 16)

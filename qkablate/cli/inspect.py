@@ -18,19 +18,18 @@ from qkablate.cli.arguments import (
     take_out,
     whole_number,
 )
-from qkablate.disk import replace_file
+from qkablate.cli.text_attention import attend, draw
 from qkablate.errors import UserError, sanitize
-from qkablate.report.text.heads import print_attention, print_measures, print_spectra
-from qkablate.table import format_bytes, format_count, print_json, print_next_commands
+from qkablate.report.text.heads import print_measures, print_spectra
+from qkablate.table import format_count, print_json, print_next_commands
 
 if TYPE_CHECKING:
     from qkablate.config import Config
-    from qkablate.training.warm_start.restore import RestoredRun
 
 HELP = """qkablate inspect: measures of the circuits and the attention of a trained run.
 
-Usage: qkablate inspect RUN [key=value …] [--layer N] [--head N] [--text TEXT]
-                            [-o FILE] [--json]
+Usage: qkablate inspect RUN [key=value …] [--layer N] [--head N]
+                            [--text TEXT [--target TEXT]] [-o FILE] [--json]
 
 RUN is a run's folder, or the beginning of its name or id in outputs/runs. Its
 newest checkpoint is used; the run may still be training. Two tables describe
@@ -85,6 +84,7 @@ Examples
   qkablate inspect merged_w --layer 0 --head 2 --text 'def main(self):'
   qkablate inspect merged_w --text 'def main(self):' -o heads.svg
   qkablate inspect merged_w-d128-h4-s0-0123456789ab --json > merged_w.json
+  qkablate inspect no_q_cross --text 's3 s1 s4' --target 's4 s1 s3' -o pair.svg
 """
 KEYS = ("step", "out", "data.cache", *CIRCUIT_KEYS)
 _PARTS = {"qk": "B_h, the scores of a head", "ov": "M_h, the output of a head"}
@@ -99,6 +99,9 @@ PARSER.option(
     "TEXT",
     "the attention between its tokens: with --layer and --head the three most attended tokens"
     " of each, with --json the weights of all layers and heads",
+)
+PARSER.option(
+    "--target", "TEXT", "of a run that translates: the target, whose source is the --text"
 )
 PARSER.option(
     "-o", "FILE", "with --text: draw the attention of all heads or of one; FILE.svg or FILE.png"
@@ -118,7 +121,7 @@ def main(argv: list[str]) -> int:
     places = None if form == "decoder" else [layer.place for layer in all_layers]
     _check_index("--layer", args.layer, len(all_layers))
     _check_index("--head", args.head, config.model.heads)
-    text = None if args.text is None else _attend(restored, args.text)
+    text = attend(restored, args)
     inputs, source = choose_inputs(restored, args.keys.get("data.cache", "auto"))
     starts = initial_layers(model, config, restored.folder / "start")
     row = DiagnosticPanel(model, *inputs, starts=starts).row()
@@ -127,7 +130,7 @@ def main(argv: list[str]) -> int:
     image = ""
     if text is not None and args.o is not None:
         only = None if args.layer is None or args.head is None else (args.layer, args.head)
-        image = _draw(Path(args.o), text, restored, only)
+        image = draw(Path(args.o), text, only)
     rows, length = inputs[-1].shape
     if args.json:
         print_json(
@@ -140,7 +143,7 @@ def main(argv: list[str]) -> int:
                 "tokens": {"of": source, "sequences": rows, "length": length},
                 **({} if places is None else {"layers": places}),
                 **row,
-                **({} if text is None else {"text": text}),
+                **({} if text is None else {"text": text.content()}),
             }
         )
         return 0
@@ -163,7 +166,7 @@ def main(argv: list[str]) -> int:
     print(f"\nAttention, on {tokens} of {sanitize(source)}")
     print_measures(row["attention"], shown, places)
     if text is not None and is_selection:
-        print_attention(text, *shown[0])
+        text.print_weights(*shown[0])
     if image:
         print(f"\n{sanitize(image)}")
     print_next_commands(_propose(args, config, row))
@@ -189,7 +192,10 @@ def _parse_args(argv: list[str]) -> Namespace:
         if has_both != has_any:
             raise UserError("-o draws all heads or one: give both --layer and --head, or neither")
         _check_image(args.o)
-    check_utf8("--text", args.text or "")
+    if args.target is not None and args.text is None:
+        raise UserError("--target needs --text, the source")
+    for flag, text in (("--text", args.text), ("--target", args.target)):
+        check_utf8(flag, text or "")
     return args
 
 
@@ -205,60 +211,6 @@ def _check_index(flag: str, value: int | None, count: int) -> None:
     if value is not None and value >= count:
         allowed = f"0 to {count - 1}" if count > 1 else "0"
         raise UserError(f"{flag}: there is no {value} (allowed: {allowed})")
-
-
-def _attend(restored: "RestoredRun", text: str) -> dict[str, Any]:
-    """Return the tokens of a text, and the attention weights A_LHTS."""
-    import torch
-
-    from qkablate.diagnostics import attention_weights
-    from qkablate.diagnostics.panel import LENGTH, round_digits
-
-    if restored.config.model.form != "decoder":
-        raise UserError(
-            "--text: shows what the tokens of a text attend to in a decoder, and the run has"
-            f" model.form={restored.config.model.form}; leave out --text"
-        )
-    tokenizer = restored.tokenizer()
-    if unknown := tokenizer.unknown(text):
-        raise UserError(
-            f"--text: the tokenizer of this run does not know {', '.join(map(repr, unknown))}"
-        )
-    ids = tokenizer.encode(text.encode()).tolist()
-    limit = min(LENGTH, restored.config.model.context)
-    if len(ids) > limit:
-        raise UserError(f"--text: {len(ids)} tokens are more than the limit of {limit}")
-    a_LHTS = attention_weights(restored.model, torch.tensor(ids))
-    tokens = [tokenizer.decode([token]).decode("utf-8", "replace") for token in ids]
-    return {"tokens": tokens, "ids": ids, "attention": round_digits(a_LHTS.tolist())}
-
-
-def _draw(
-    path: Path, text: dict[str, Any], restored: "RestoredRun", only: tuple[int, int] | None
-) -> str:
-    """Write an image of the attention on a text, and return its path and size."""
-    import numpy as np
-
-    from qkablate.analysis.study.attention_maps import ArmAttention, show_token
-    from qkablate.report.charts.attention import make_attention_chart
-    from qkablate.report.render import render_chart
-    from qkablate.runs.attention_map import quantize
-
-    weights_LHTT = np.array(text["attention"], np.float64)  # None becomes NaN
-    if not np.isfinite(weights_LHTT).all():
-        raise UserError("-o: there is nothing to draw: the attention weights are not finite")
-    tokenizer = restored.tokenizer()
-    tokens = tuple(show_token(tokenizer.decode([token])) for token in text["ids"])
-    name, step = restored.folder.resolve().name, f"step {restored.step}"
-    variant = restored.config.variant.name
-    attention = ArmAttention(name, variant, step, tokens, quantize(weights_LHTT))
-    chart = make_attention_chart([attention], f"At {step}", only)
-    content = render_chart(chart, name, path.suffix[1:].lower())
-    try:
-        replace_file(path, content)
-    except OSError as error:
-        raise UserError(f"-o: '{path}' cannot be written: {error.strerror}") from None
-    return f"{path}  {format_bytes(len(content))}"
 
 
 def _propose(args: Namespace, config: "Config", row: dict[str, Any]) -> list[str]:

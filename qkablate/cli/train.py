@@ -16,7 +16,7 @@ from qkablate.runs.lease import AlreadyRunning, LeaseLost
 from qkablate.runs.listing import shorten_names
 from qkablate.runs.run import EXIT_CODES
 from qkablate.runs.text_references import find_text_references
-from qkablate.table import print_next_commands, print_table
+from qkablate.table import format_part, print_next_commands, print_table
 from qkablate.tracking.wandb.run import OFFLINE
 from qkablate.training.distributed.ranks import Ranks
 from qkablate.training.signals import Stopped
@@ -168,14 +168,17 @@ def _print_result(result: dict[str, Any], trained: bool, folder: Path) -> None:
         def join(values: dict[str, float], form: str = ".4f") -> str:
             return "   ".join(f"{name} {values[name]:{form}}" for name in splits if name in values)
 
-        print(f"  loss      {join(loss)}   nats per token")
-        if read := result.get("eval_tokens"):
-            print(f"            val and train of {read:,} tokens, test of its whole split")
+        kind = "masked token" if result["data"].get("objective") == "mlm" else "token"
+        print(f"  loss      {join(loss)}   nats per {kind}")
+        if parts := _format_parts(result):
+            print(f"            {parts}")
         if bits["val"] is not None:
             print(f"  bits      {join(bits)}   per byte")
         if accuracy["val"] is not None:
             chance = "" if result.get("chance") is None else f"   chance {result['chance']:.1%}"
             print(f"  accuracy  {join(accuracy, '.1%')}{chance}")
+        if (exact := result["exact"])["val"] is not None:
+            print(f"  exact     {join(exact, '.1%')}   of the sequences")
         for references in find_text_references([("this run", result)]):
             print(f"  compare   {references}")
     elif result["status"] == "diverged":
@@ -186,6 +189,15 @@ def _print_result(result: dict[str, Any], trained: bool, folder: Path) -> None:
     pace = f", {speed:,.0f} tokens/s" if speed else ""
     print(f"  time      {result['seconds']:.1f} s for {result['tokens']:,} tokens{pace}")
     print(f"  folder    {folder}")
+
+
+def _format_parts(result: dict[str, Any]) -> str:
+    """Return how much of the splits the losses were read of; '' for all of them."""
+    val, test = result.get("eval_tokens"), result.get("test_tokens")
+    if val is None and test is None:
+        return ""
+    parts = f"val and train of {format_part(val)}"
+    return parts if result["loss"]["test"] is None else f"{parts}, test of {format_part(test)}"
 
 
 def print_next(result: dict[str, Any], overrides: list[str], folder: Path, lr: float) -> None:
@@ -233,7 +245,7 @@ def _is_other_flag(word: str) -> bool:
 
 def _print_table(outcomes: list[dict[str, Any]]) -> None:
     # For text bits per byte, which are comparable across tokenizers; for tasks the accuracy.
-    optional = {"bits_per_byte": "bits/byte", "accuracy": "accuracy"}
+    optional = {"bits_per_byte": "bits/byte", "accuracy": "accuracy", "exact": "exact"}
     shown = {
         key: title
         for key, title in optional.items()

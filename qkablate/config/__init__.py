@@ -10,7 +10,14 @@ import re
 from collections.abc import Collection
 from typing import Any
 
-from qkablate.config.data import BPE_SIZE, DATA_KEYS, TEXT_SOURCES, DataConfig, check_data
+from qkablate.config.data import (
+    DATA_KEYS,
+    TEXT_SOURCES,
+    VOCABULARY_SIZES,
+    DataConfig,
+    check_data,
+)
+from qkablate.config.evaluation import EVAL_COST, choose_eval_tokens, read_limit
 from qkablate.config.keys import Role, flatten
 from qkablate.config.schema import (
     Config,
@@ -76,6 +83,7 @@ __all__ = [
     "load",
     "names_of",
     "no_such_key",
+    "read_limit",
     "resolve",
     "resolve_variant",
     "stream_width",
@@ -203,20 +211,6 @@ def _check_init_from(init_from: InitFromConfig) -> None:
 
 
 _LEAST_EVAL_EVERY = 250  # steps
-_LEAST_EVAL_TOKENS = 4096
-EVAL_COST = 0.28  # of a token in evaluation, as a part of its cost in training
-
-
-def _choose_eval_tokens(config: Config, steps: int, parts: int) -> int:
-    """Return how many tokens an evaluation reads if all together take a twentieth of training.
-
-    There is one before the first step, one after each part, and one of the training split. What
-    the user sets as train.eval_every plays no part, so that runs that differ in it remain pairs.
-    """
-    train = config.train
-    tokens = steps * train.batch_size * train.grad_accum * config.model.context
-    affordable = int(tokens / 20 / EVAL_COST / (parts + 2)) // 1024 * 1024
-    return min(config.data.val_tokens, max(_LEAST_EVAL_TOKENS, affordable))
 
 
 def resolve(config: Config) -> Config:
@@ -233,16 +227,21 @@ def resolve(config: Config) -> Config:
     default_cooldown = 0.2 if optim.schedule == "wsd" else 0.0
     cooldown = default_cooldown if optim.cooldown == "auto" else float(optim.cooldown)
     data = config.data
-    if data.tokenizer == "bpe" and data.vocab_size is None:
-        data = dataclasses.replace(data, vocab_size=BPE_SIZE)
+    if data.vocab_size is None and (size := VOCABULARY_SIZES.get(str(data.tokenizer))):
+        data = dataclasses.replace(data, vocab_size=size)
     parts = max(1, steps // _LEAST_EVAL_EVERY)
-    eval_every, eval_tokens = train.eval_every, train.eval_tokens
+    eval_every, eval_tokens, test_tokens = train.eval_every, train.eval_tokens, train.test_tokens
     if eval_every == "auto":
         eval_every = math.ceil(steps / parts)
+    if test_tokens == "all" or (test_tokens == "auto" and eval_tokens != "auto"):
+        test_tokens = data.test_tokens
+    val_budget, test_budget = choose_eval_tokens(config, steps, parts)
     if eval_tokens == "auto":
-        eval_tokens = _choose_eval_tokens(config, steps, parts)
+        eval_tokens = val_budget
     elif eval_tokens == "all":
         eval_tokens = data.val_tokens
+    if test_tokens == "auto":
+        test_tokens = test_budget
     every = eval_every if config.diagnostics.every == "auto" else config.diagnostics.every
     model = config.model
     if model.encoder_d_model == model.d_model:
@@ -253,7 +252,12 @@ def resolve(config: Config) -> Config:
         model=model,
         variant=resolve_variant(config.variant, config.model),
         train=dataclasses.replace(
-            train, steps=steps, tokens=None, eval_every=eval_every, eval_tokens=eval_tokens
+            train,
+            steps=steps,
+            tokens=None,
+            eval_every=eval_every,
+            eval_tokens=eval_tokens,
+            test_tokens=test_tokens,
         ),
         optim=dataclasses.replace(optim, warmup=warmup, cooldown=cooldown),
         diagnostics=dataclasses.replace(config.diagnostics, every=every),

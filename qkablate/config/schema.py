@@ -150,8 +150,16 @@ class TrainConfig:
     )
     eval_tokens: int | str = training_key(
         "auto",
-        "tokens that an evaluation reads of the validation split; auto: all, or fewer (4096 at"
-        " least), so that all evaluations take a twentieth of the training; all",
+        "tokens that an evaluation reads of the validation split; auto: all, or fewer (512 at"
+        " least), so that these evaluations take a twentieth of the training; all",
+        bounds=(1, BIG),
+        choices=("auto", "all"),
+    )
+    test_tokens: int | str = training_key(
+        "auto",
+        "first tokens of the test split that are read; auto: all, or with eval_tokens=auto fewer"
+        " (1024 at least), so that evaluation, predictions and diagnostics take a tenth of the"
+        " training; all",
         bounds=(1, BIG),
         choices=("auto", "all"),
     )

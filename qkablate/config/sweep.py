@@ -198,6 +198,15 @@ def _check_also(grid: GridConfig) -> None:
                 raise UserError(f"sweep.also: {name} has several values; give one")
 
 
+LENGTH_KEYS = ("train.tokens", "train.steps")
+
+
+def fixes_length(grid: GridConfig) -> bool:
+    """Return whether `also` or a predicate names a length of runs, which no axis would change."""
+    texts = [*grid.filter, *(key for settings in list_also(grid) for key in settings)]
+    return any(key in text for key in LENGTH_KEYS for text in texts)
+
+
 def list_also(grid: GridConfig) -> list[dict[str, Any]]:
     """Return the maps of settings with which every arm is trained, too."""
     return [s for s in (grid.also if isinstance(grid.also, list) else [grid.also]) if s]

@@ -24,6 +24,17 @@ SITES = {
 }
 
 
+def layer_names(model: ModelConfig) -> list[str]:
+    """Return a name of each attention layer, in the order of computation.
+
+    It is L0, or encoder_L0 where the model has several sites.
+    """
+    if model.form != "encoder_decoder":
+        return [f"L{i}" for i in range(model.layers)]
+    encoder = [f"encoder_L{i}" for i in range(model.encoder_layers or model.layers)]
+    return encoder + [f"{site}_L{i}" for i in range(model.layers) for site in ("decoder", "cross")]
+
+
 def variant_sites(variant: VariantConfig, model: ModelConfig) -> tuple[str, ...]:
     """Return the sites whose attention layers carry the variant."""
     known = SITES[model.form]

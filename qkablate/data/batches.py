@@ -3,7 +3,7 @@
 Shape suffixes: N windows, T context, A answers.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
@@ -29,11 +29,19 @@ class Batch(NamedTuple):
     positions_NA: "Tensor | None" = None  # the positions with a target; None: all, in order
     slices: dict[str, np.ndarray] | None = None  # by name, the slice that each target counts in
     guessed_NA: np.ndarray | None = None  # targets that nothing determines; None: none
+    weight: float = 1.0  # of its mean loss in that of a step
 
     @property
     def tokens_NT(self) -> "Tensor":  # noqa: N802 - shape suffix
         """Tokens of the sequence whose positions the targets belong to."""
         return self.inputs[-1]
+
+
+def weigh(batches: Sequence[Batch]) -> list[Batch]:
+    """Return the batches of a step with weights that make all its answers count the same."""
+    counts = [int((batch.targets_NA != IGNORE).sum()) for batch in batches]
+    mean = sum(counts) / len(counts)
+    return [batch._replace(weight=n / mean) for batch, n in zip(batches, counts, strict=True)]
 
 
 class RandomWindows:

@@ -11,7 +11,7 @@ import functools
 import json
 import os
 import shutil
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
@@ -113,10 +113,12 @@ class Corpus:
     ) -> Iterator[Batch]:
         """Yield a whole split, or some `limit` tokens spread over it.
 
-        Of the training split, as much as the validation split has is read at most. The answers of
-        the test split are counted by document.
+        Of the training split, as much as the validation split has is read at most. Of the test
+        split the beginning is read, and its answers are counted by document.
         """
         end = self.tokens["val"] if split == "train" else None
+        if split == "test":
+            end, limit = self.test_tokens(limit), None
         return sequential_batches(
             self.split(split)[:end],
             batch_size=batch_size,
@@ -124,6 +126,10 @@ class Corpus:
             limit=limit,
             groups=self.document_groups(split) if split == "test" else None,
         )
+
+    def test_tokens(self, limit: int | None) -> int:
+        """Return how many tokens of the test split are read: the first `limit`, two at least."""
+        return self.tokens["test"] if limit is None else min(self.tokens["test"], max(2, limit))
 
     def document_groups(self, split: str) -> np.ndarray | None:
         """Return the document of each token of a held-out split; None if there is only one.
@@ -253,11 +259,17 @@ def load_corpus(folder: Path) -> Corpus:
     return corpus
 
 
-def find_corpus(fingerprint: str, cache: Path) -> Corpus | None:
-    """Return the corpus of a cache with these tokens, if any."""
+def find_corpus(
+    fingerprint: str, cache: Path, derive: Callable[[str], str] | None = None
+) -> Corpus | None:
+    """Return the corpus of a cache with these tokens, if any.
+
+    The fingerprint may be one that is derived from the corpus's own.
+    """
     for path in sorted(cache.glob("*/manifest.json")):
         with suppress(OSError, ValueError, LookupError, TypeError):
-            if parse_json(read_file(path))["fingerprint"] == fingerprint:
+            own = parse_json(read_file(path))["fingerprint"]
+            if (derive(own) if derive else own) == fingerprint:
                 return load_corpus(path.parent)
     return None
 

@@ -14,7 +14,7 @@ from qkablate.diagnostics import circuits, patterns
 from qkablate.models.base import AttentionLayer, Model
 from qkablate.randomness import named_generator
 
-TOKENS = 1024  # per measurement, split into sequences
+TOKENS = 512  # per measurement, split into sequences, two at least
 LENGTH = 512  # of a sequence; of longer contexts the first positions
 DIGITS = 5
 ATTENTION_MEASURES = (*patterns.MEASURES, *patterns.ROUNDING_MEASURES)

@@ -19,7 +19,7 @@ MEASURES = (
     *("induction", "repeat_previous"),
 )
 ROUNDING_MEASURES = ("rounding", "rounding_fp64")
-ROUNDING_TOKENS = 256  # a ratio of norms needs no more, and fp64 is slow
+ROUNDING_TOKENS = 64  # a ratio of norms needs no more, and fp64 is slow
 
 
 def compute_patterns(
@@ -138,10 +138,10 @@ def _difference(x_BTD: Tensor, left_HDE: Tensor, right_HDE: Tensor) -> Tensor:
 
 
 @torch.no_grad()
-def attention_weights(model: Model, tokens_T: Tensor) -> Tensor:
-    """Return the attention weights A_LHTS of all layers and heads for one sequence."""
-    layers = model.attention_inputs(tokens_T.unsqueeze(0))
-    return torch.stack([attention_scores(*layer)[0].softmax(-1) for layer in layers])
+def attention_weights(model: Model, *inputs_T: Tensor) -> list[Tensor]:
+    """Return the attention weights A_HTS of each layer for one sequence, or one pair."""
+    layers = model.attention_inputs(*(tokens_T.unsqueeze(0) for tokens_T in inputs_T))
+    return [attention_scores(*layer)[0].softmax(-1) for layer in layers]
 
 
 def attention_scores(

@@ -104,9 +104,14 @@ class Model(nn.Module, ABC):
         """
         return source_BS != PAD if self.padding else None
 
+    def variant_layers(self) -> dict[str, AttentionLayer]:
+        """Return the first attention layer of each site that carries the variant."""
+        first = {layer.site: layer for layer in reversed(self.attention_layers())}
+        return {site: first[site] for site in self.sites}
+
     def variant_layer(self) -> AttentionLayer:
         """Return the first attention layer that carries the variant."""
-        return next(layer for layer in self.attention_layers() if layer.site in self.sites)
+        return next(iter(self.variant_layers().values()))
 
     @property
     def kernel(self) -> str:

@@ -177,7 +177,7 @@ def varied_values(configs: list[Config]) -> list[dict[str, Any]]:
     """Return, for each config, the values of the keys besides the variant in which they differ."""
     flat = [flatten(config) for config in configs]
     # How often a run is evaluated follows from its other keys, and is part of no cost.
-    ignored = ("variant.", "train.eval_every", "train.eval_tokens", "diagnostics.every")
+    ignored = ("variant.", "train.eval_", "train.test_tokens", "diagnostics.every")
     keys = [key for key in flat[0] if not key.startswith(ignored)]
     differing = [key for key in keys if len({str(values[key]) for values in flat}) > 1]
     if "seed" in differing:  # which sets the three seeds

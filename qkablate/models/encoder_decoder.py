@@ -126,11 +126,13 @@ class EncoderDecoder(GPT):
             yield next(layers), (block.norm_1(x_BSD),)
             x_BSD = block(x_BSD, key_mask_BS=mask_BS)
         y_BSD, x_BTD = self.encoder_norm(x_BSD), self._embed(tokens_BT)
-        for block in _blocks(self.blocks):
+        blocks = _blocks(self.blocks)
+        for block in blocks:
             assert block.norm_cross is not None
             yield next(layers), (block.norm_1(x_BTD),)
             yield next(layers), (block.norm_cross(block.attend_to_self(x_BTD)), y_BSD)
-            x_BTD = block(x_BTD, (), y_BSD, mask_BS)
+            if block is not blocks[-1]:
+                x_BTD = block(x_BTD, (), y_BSD, mask_BS)
 
     def sharding_units(self) -> list[Block]:
         return [*_blocks(self.encoder), *_blocks(self.blocks)]

@@ -11,9 +11,11 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 from torch.nn import functional as F
+from torch.nn.utils.rnn import pad_sequence
 
 from qkablate.attention import SourceCache
 from qkablate.attention.kernels.matmul import linear
+from qkablate.data.batches import PAD
 from qkablate.data.pairs.sentences import TargetTokens
 from qkablate.errors import UserError
 from qkablate.models.encoder_decoder import EncoderDecoder
@@ -31,13 +33,16 @@ def translate(
 ) -> list[list[int]]:
     """Return the target of each source, without start and end: greedy, or by beam search.
 
-    Sources of one length are translated together, so that none is padded.
+    Sources of similar lengths are translated together; of one length, if the model masks no
+    padding.
     """
     targets: dict[int, list[int]] = {}
     by_length = sorted(range(len(sources)), key=lambda i: len(sources[i]))
-    for _, group in itertools.groupby(by_length, key=lambda i: len(sources[i])):
+    mixed = model.padding
+    for _, group in itertools.groupby(by_length, key=lambda i: 0 if mixed else len(sources[i])):
         while together := [*itertools.islice(group, _SOURCES_AT_ONCE)]:
-            source_NS = torch.tensor([sources[i] for i in together])
+            tensors = [torch.tensor(sources[i]) for i in together]
+            source_NS = pad_sequence(tensors, batch_first=True, padding_value=PAD)
             step, longest = _make_step(model, source_NS, tokens, beam), model.config.context
             found = beam_search(step, len(together), tokens, longest=longest, beam=beam)
             targets |= dict(zip(together, found, strict=True))
@@ -47,14 +52,17 @@ def translate(
 def _make_step(model: EncoderDecoder, source_NS: Tensor, tokens: TargetTokens, beam: int) -> Step:
     """Encode the sources once, and return the step of their decoder."""
     device, caches = model.output_weight.device, model.make_caches()
-    y_RSD = model.encode(source_NS.to(device)).repeat_interleave(beam, 0)
+    source_NS = source_NS.to(device)
+    y_RSD = model.encode(source_NS).repeat_interleave(beam, 0)
+    mask_RS = model.source_mask(source_NS.repeat_interleave(beam, 0))
 
     def step(tokens_R: Tensor, rows_R: Tensor) -> Tensor:
         for cache in caches:
             if beam > 1 and not isinstance(cache, SourceCache):  # the rows of a source share it
                 cache.select(rows_R.to(device))
-        x_RD = model.decode(y_RSD, tokens_R[:, None].to(device), caches)[:, -1]
-        logits_RV = linear(x_RD, model.output_weight).double().cpu()
+        tokens_R1 = tokens_R[:, None].to(device)
+        x_R1D = model.decode(y_RSD, tokens_R1, caches, key_mask_BS=mask_RS)
+        logits_RV = linear(x_R1D[:, -1], model.output_weight).double().cpu()
         if not logits_RV.isfinite().all():
             raise UserError("the logits of the model are not finite: the run has diverged")
         return F.log_softmax(logits_RV, dim=-1)

@@ -127,6 +127,7 @@ def _is_valid(result: Mapping[str, Any]) -> bool:
     if status not in ("done", "diverged", "failed") or not isinstance(loss, dict):
         return False
     numbers = [result.get("tokens"), result.get("seconds"), result.get("packed", 1)]
+    numbers.append(result.get("test_tokens") or 0)  # None: the whole split
     if status == "done":
         numbers += [loss.get("val"), 0 if loss.get("test", "") is None else loss.get("test")]
     if status == "diverged":

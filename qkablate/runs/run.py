@@ -32,7 +32,7 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any
 
-from qkablate.config import Config, Role, flatten, keys_with
+from qkablate.config import Config, Role, flatten, keys_with, read_limit
 from qkablate.disk import write_atomic
 from qkablate.errors import UserError, nearest_hint
 from qkablate.redaction import redact
@@ -99,6 +99,8 @@ def identity(
             del frozen[section][leaf]
     if config.train.evaluate_test:  # changes no number
         del frozen["train"]["evaluate_test"]
+    if not config.train.evaluate_test or read_limit(config, "test") is None:
+        del frozen["train"]["test_tokens"]  # none of the test split is read, or all
     if config.init_from.run is None:
         del frozen["init_from"]
     else:

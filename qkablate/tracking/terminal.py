@@ -80,6 +80,7 @@ def _format_metrics(row: dict[str, Any]) -> list[str]:
         "train/loss": "loss {:.4f}",
         "val/loss": "val {:.4f}",
         "val/accuracy": "accuracy {:.1%}",
+        "val/exact": "exact {:.1%}",
         "train/lr": "lr {:.2e}",
         "perf/tokens_per_second": "{:,.0f} tokens/s",
     }

@@ -34,9 +34,17 @@ class RunPlan:
     data: Data
     identity: dict[str, Any]
     run: Run
-    attention: Attention  # the first layer with the variant, without values
+    sites: dict[str, Attention]  # with the variant: the first layer of each, without values
+    kernels: dict[str, str]  # by site
     params: dict[str, int]
     flops_per_token: float  # of training: forward and backward
+
+    @property
+    def lr_multipliers(self) -> dict[str, dict[str, float]]:
+        """Learning-rate multipliers of the circuits of each site with the variant."""
+        first, *_ = self.sites.values()
+        power = first.lr_power(self.config.variant.lr)  # the same at all sites
+        return {site: layer.lr_multipliers(power) for site, layer in self.sites.items()}
 
     @property
     def tokens_per_step(self) -> int:
@@ -95,7 +103,8 @@ def plan_run(
         data=data,
         identity=frozen,
         run=Run(config.out, label(config), run_id(frozen)),
-        attention=attention,
+        sites={site: layer.module for site, layer in model.variant_layers().items()},
+        kernels={layer.site: layer.module.kernel for layer in model.attention_layers()},
         params=model.parameter_counts(),
         flops_per_token=training_flops_per_token(
             model, config.train.batch_size * config.model.context, data.answer_fraction

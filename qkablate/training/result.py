@@ -3,12 +3,16 @@
 import dataclasses
 import time
 import traceback
-from typing import Any
+from collections import defaultdict
+from typing import Any, TypeVar
 
 from qkablate import __version__
+from qkablate.attention.layer import MATCHES
+from qkablate.config import ModelConfig, read_limit
 from qkablate.data import Corpus
-from qkablate.data.text_references import measure_text_references
+from qkablate.data.text.references import measure_text_references
 from qkablate.disk import write_atomic
+from qkablate.models.catalogue import encoder_layers
 from qkablate.redaction import redact
 from qkablate.runs import text_references
 from qkablate.runs.lease import Lease, LeaseLost
@@ -19,15 +23,22 @@ from qkablate.tracking.wandb.run import RunArtifacts, RunIdentity
 from qkablate.training import checkpoint, hardware
 from qkablate.training.resolve import RunPlan
 
+T = TypeVar("T")
+
 OTHER_METRICS = ("bits_per_byte", "accuracy", "exact")  # of text and of tasks; null for the other
 
 
 def format_header(plan: RunPlan, processes: int = 1) -> list[str]:
     """Return the lines that describe a run on the terminal before it trains."""
-    config, model, attention = plan.config, plan.config.model, plan.attention
-    multipliers = attention.lr_multipliers(config.variant.lr)
+    config, model = plan.config, plan.config.model
+    first, *_ = plan.sites.values()
+    matches = {site: layer.match for site, layer in plan.sites.items()}
+    multipliers = {
+        site: f"QK × {found['qk']:.3g}, OV × {found['ov']:.3g}"
+        for site, found in plan.lr_multipliers.items()
+    }
     if config.init_from.run is None:
-        start = f"matched to standard: {attention.match}"
+        start = f"matched to standard: {_format_sites(matches)}"
     else:
         start = f"projected from run {config.init_from.id} after {config.init_from.step:,} steps"
     sharded = " with sharded weights" if config.train.fsdp else ""
@@ -36,15 +47,14 @@ def format_header(plan: RunPlan, processes: int = 1) -> list[str]:
     together = f"{processes} processes{sharded} of " if processes > 1 else ""
     lines = [
         f"run      {plan.run.folder}",
-        f"variant  {config.variant.name}: {attention.equation}",
-        f"start    {start}; learning rates of the circuits:"
-        f" QK × {multipliers['qk']:.3g}, OV × {multipliers['ov']:.3g}",
-        f"model    {format_count(model.layers, 'layer')}, d {model.d_model},"
+        f"variant  {config.variant.name}: {first.equation}",
+        f"start    {start}; learning rates of the circuits: {_format_sites(multipliers)}",
+        f"model    {_format_layers(model)}, d {model.d_model},"
         f" {format_count(model.heads, 'head')}, context"
         f" {model.context}: {plan.params['total']:,} parameters",
         f"data     {plan.data.description}",
         f"machine  {config.device}, {config.precision}{backend}, {together}"
-        f"{threads}, kernel {attention.kernel}{', compiled' if config.compile else ''}",
+        f"{threads}, kernel {_format_sites(plan.kernels)}{', compiled' if config.compile else ''}",
     ]
     if sharded and processes > 1 and config.diagnostics.every:
         lines.append("no diagnostics: with train.fsdp=true no process has all of the weights")
@@ -53,8 +63,9 @@ def format_header(plan: RunPlan, processes: int = 1) -> list[str]:
 
 def make_base_result(plan: RunPlan, packed: int, processes: int = 1) -> dict[str, Any]:
     """Return the content of result.json before training."""
-    config, model, attention = plan.config, plan.config.model, plan.attention
-    read = int(config.train.eval_tokens)
+    config, model = plan.config, plan.config.model
+    limit, test_limit = (read_limit(config, split) for split in ("val", "test"))
+    test_tokens = plan.data.test_tokens(test_limit)
     return {
         "id": plan.run.id,
         "label": plan.run.label,
@@ -66,26 +77,31 @@ def make_base_result(plan: RunPlan, packed: int, processes: int = 1) -> dict[str
         "context": model.context,
         "loss": {"train": None, "val": None, "test": None},
         **{name: {"val": None, "test": None} for name in OTHER_METRICS},
-        # Tokens that the losses of val and train were read of; null: of the whole split.
-        "eval_tokens": None if read >= plan.data.tokens["val"] else read,
+        # Tokens that the losses of val and train, and of test, were read of; null: of all.
+        "eval_tokens": None if limit is None or limit >= plan.data.tokens["val"] else limit,
+        "test_tokens": None if test_tokens == plan.data.tokens["test"] else test_tokens,
         "chance": plan.data.chance,
         text_references.KEY: None,
         "measures": {},
         "data": {key: value for key, value in vars(config.data).items() if value is not None},
         "params": plan.params,
         "flops_per_token": plan.flops_per_token,
-        "init": {"mode": config.variant.init, "match": attention.match},
+        "init": {
+            "mode": config.variant.init,
+            # The worst of the sites.
+            "match": min((layer.match for layer in plan.sites.values()), key=MATCHES.index),
+        },
         "lr": {
             "factor": config.variant.lr,
-            "matched": attention.matched_lr,
-            "multiplier": attention.lr_multipliers(config.variant.lr),
+            "matched": next(iter(plan.sites.values())).matched_lr,
+            "multiplier": _merge_sites(plan.lr_multipliers),
         },
         "tokens_per_second": None,
         "packed": packed,  # speeds of packed runs are not comparable
         "precision": config.precision,
         "matmul": config.matmul,
         "device": config.device.partition(":")[0],
-        "kernel": attention.kernel,
+        "kernel": _format_sites(plan.kernels),
         "loss_blocks": plan.loss_blocks,
         "compile": config.compile,
         "threads": config.threads,
@@ -99,6 +115,29 @@ def make_base_result(plan: RunPlan, packed: int, processes: int = 1) -> dict[str
         "seconds": 0.0,
         "peak_memory_bytes": 0,
     }
+
+
+def _merge_sites(values: dict[str, T]) -> T | dict[str, T]:
+    """Return the value of all sites, or the values by site where they differ."""
+    first, *others = values.values()
+    return first if all(other == first for other in others) else values
+
+
+def _format_sites(values: dict[str, str]) -> str:
+    """Format the value of all sites, or each value with its sites."""
+    sites: defaultdict[str, list[str]] = defaultdict(list)
+    for site, value in values.items():
+        sites[value].append(site)
+    if len(sites) == 1:
+        return next(iter(sites))
+    return ", ".join(f"{value} ({', '.join(names)})" for value, names in sites.items())
+
+
+def _format_layers(model: ModelConfig) -> str:
+    if model.form != "encoder_decoder":
+        return format_count(model.layers, "layer")
+    encoder = format_count(encoder_layers(model), "encoder layer")
+    return f"{encoder}, {format_count(model.layers, 'decoder layer')}"
 
 
 def make_failure(run: Run, error: Exception) -> dict[str, Any]:
@@ -127,7 +166,8 @@ def measure_references(plan: RunPlan, result: dict[str, Any]) -> dict[str, Any] 
     if not isinstance(data, Corpus) or result["status"] != "done" or result["loss"]["test"] is None:
         return None
     try:
-        measured = measure_text_references(data, result["tokens"])
+        limit = read_limit(plan.config, "test")
+        measured = measure_text_references(data, result["tokens"], limit)
     except (MemoryError, OSError):  # no reason to lose the run
         return None
     return {"tokens": measured.tokens, "ngram": measured.ngram, "lzma": measured.lzma}
@@ -175,7 +215,7 @@ def make_wandb_config(plan: RunPlan) -> dict[str, Any]:
     del config["data"]["path"], config["data"]["cache"]
     environment = read_json(plan.run.folder / "environment.json")
     code = environment.get("code") if isinstance(environment, dict) else None
-    config |= {"run_id": plan.run.id, "kernel": plan.attention.kernel, "params": plan.params}
+    config |= {"run_id": plan.run.id, "kernel": _format_sites(plan.kernels), "params": plan.params}
     config["code"] = None
     if isinstance(code, dict):  # the diff itself is in the artifact
         config["code"] = {"commit": code.get("commit"), "changed": bool(code.get("diff"))}

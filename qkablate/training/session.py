@@ -9,6 +9,7 @@ from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import Any
 
+from qkablate.config.variant import layer_names
 from qkablate.errors import UserError
 from qkablate.models.base import Model
 from qkablate.runs import text_references
@@ -113,7 +114,9 @@ def _train_session(
             for note in result.format_header(plan, ranks.count) + notes:
                 terminal.note(note)
             identity, config = result.make_wandb_identity(plan), result.make_wandb_config(plan)
-            wandb_run = WandbRun(plan.config.tracking, identity, run.folder, config, terminal.note)
+            names = layer_names(plan.config.model)
+            tracking = plan.config.tracking
+            wandb_run = WandbRun(tracking, identity, run.folder, config, terminal.note, names)
             stack.callback(_close_wandb, wandb_run, plan, content)
             writer = _RunWriter(lease, run, metrics)
 

@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 from torch.nn.utils import clip_grad_norm_
 
+from qkablate.data.batches import weigh
 from qkablate.models.base import Model
 from qkablate.randomness import derive_key
 from qkablate.training import hardware
@@ -45,7 +46,7 @@ class TrainStep:
             self.loss_and_hits = torch.compile(model.loss_and_hits, dynamic=False)
         self.training_loss = ranks.data_parallel(model, self.loss)
         batches = batch_reader(config, plan.data)
-        self.feed = Feed(lambda step: ranks.shard(batches(step)), self.device)
+        self.feed = Feed(lambda step: ranks.shard(weigh(batches(step))), self.device)
         # Kept on the device, so that steps need not wait for each other.
         progress = TrainProgress() if resumed is None else resumed.progress
         self.loss_sum = torch.tensor(
@@ -68,6 +69,7 @@ class TrainStep:
             with self.ranks.sync_gradients(self.training_loss, enabled=micro == micro_steps[-1]):
                 with hardware.autocast(self.config):
                     loss = self.training_loss(*batch.inputs, batch.targets_NA, batch.positions_NA)
+                loss = loss * batch.weight
                 self.scaler.scale(loss / len(micro_steps)).backward()
             self.loss_sum += loss.detach() / grad_accum
         self.feed.fetch_ahead(step + 1)

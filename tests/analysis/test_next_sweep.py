@@ -9,6 +9,7 @@ from qkablate.analysis.comparison.summary import describe_study
 from qkablate.analysis.next_sweep import propose_next_sweep
 from qkablate.compose.configs import make_config, open_hydra
 from qkablate.compose.grid import read_request
+from qkablate.config import GridConfig
 
 
 def proposed(world, loss):
@@ -37,6 +38,7 @@ def losses(lead):
 
 
 AT_FLOOR, CLEAR = -0.1, 1.0
+OTHER = "data: copy, data.copy_length: 4"
 
 
 @pytest.mark.parametrize(
@@ -82,10 +84,28 @@ def test_longer_sweep_multiplies_every_length(world, corpus, length, steps):
     assert {config.train.steps for config in configs} == steps
 
 
-def test_longer_sweep_is_not_proposed_where_another_key_names_the_length(world):
+@pytest.mark.parametrize(
+    "word", ["sweep.filter=['train.steps < 20']", f"sweep.also={{{OTHER}, train.steps: 24}}"]
+)
+def test_longer_sweep_is_not_proposed_where_another_key_names_the_length(world, word):
     words = ("variant=standard,no_q", "seed=range(3)", "sweep.floor=true")
-    only = "sweep.filter=['train.steps < 20']"
-    assert proposed(world(*words, only), losses(AT_FLOOR)) is None
+    assert proposed(world(*words, word), losses(AT_FLOOR)) is None
+
+
+@pytest.mark.parametrize(
+    "setting",
+    [
+        {"also": {"data": "copy", "data.copy_length": 4, "train.steps": 24}},
+        {"filter": ["train.steps < 20"]},
+        {"also": {"data": "copy", "data.copy_length": 4}},
+        {},
+    ],
+)
+def test_a_length_in_the_file_of_a_sweep_is_noticed(world, setting):
+    words = ("variant=standard,no_q", "seed=range(3)")
+    made = world(*words, grid=GridConfig(name="mine", floor=True, **setting))
+    is_fixed = "train.steps" in str(setting)
+    assert (proposed(made, losses(AT_FLOOR)) is None) == is_fixed
 
 
 def test_more_seeds_are_none_of_tuning(world):

@@ -599,9 +599,13 @@ def test_a_number_scales_the_changed_circuit_and_the_others_in_proportion():
     layer = initialized("merged", "no_v")
     matched = layer.lr_multipliers()
     assert layer.matched_lr == layer.resolve_lr("matched") == matched["qk"] != 1 != matched["ov"]
-    assert layer.lr_multipliers("same") == layer.lr_multipliers(1.0) == {"qk": 1, "ov": 1}
-    assert layer.lr_multipliers(layer.matched_lr) == matched  # exactly: the same run
-    half_way = layer.lr_multipliers(math.sqrt(matched["qk"]))
+
+    def multipliers(lr):
+        return layer.lr_multipliers(layer.lr_power(lr))
+
+    assert multipliers("same") == multipliers(1.0) == {"qk": 1, "ov": 1}
+    assert multipliers(layer.matched_lr) == matched  # exactly: the same run
+    half_way = multipliers(math.sqrt(matched["qk"]))
     assert half_way == pytest.approx({k: math.sqrt(value) for k, value in matched.items()})
     assert initialized("separate", "no_v").matched_lr == matched["ov"]  # where QK is standard's
 

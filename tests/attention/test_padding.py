@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from qkablate.attention import QK_CIRCUITS
+from qkablate.attention import QK_CIRCUITS, Cache, SourceCache
 from tests.attention import naive
 from tests.attention.random_layers import PAIRS, random_layer, stream
 from tests.attention.test_layer import BY_NAME, NORMABLE, ROTATABLE
@@ -103,3 +103,23 @@ def test_weights_and_scores_leave_padding_out(pair):
     assert not weights_BHTS[hidden_BHTS].any()
     assert (scores_BHTS[hidden_BHTS] == -torch.inf).all()
     torch.testing.assert_close(scores_BHTS.softmax(-1), weights_BHTS)
+
+
+@pytest.mark.parametrize("pair", PAIRS, ids=BY_NAME)
+def test_padding_changes_nothing_with_a_cache(pair):
+    """Queries in pieces, of a padded source and of a padded stream of their own."""
+    layer, x_BTD, padding_BS = random_layer(*pair), stream(6, batch=3), ~MASK_BS[..., None]
+    y_BSD = stream(6, batch=3).masked_fill(padding_BS, torch.nan)
+    cache, pieces = SourceCache(6), []
+    for piece_BTD in x_BTD.split((4, 1, 1), 1):
+        pieces.append(layer(piece_BTD, y_BSD, causal=False, cache=cache, key_mask_BS=MASK_BS))
+    whole_BTD = layer(x_BTD, y_BSD, causal=False, key_mask_BS=MASK_BS)
+    torch.testing.assert_close(torch.cat(pieces, 1), whole_BTD, rtol=1e-10, atol=1e-10)
+    own_cache, pieces = Cache(6), []
+    for piece_BTD in y_BSD.split((4, 1, 1), 1):
+        mask_BS = MASK_BS[:, : own_cache.length + piece_BTD.shape[1]]
+        pieces.append(layer(piece_BTD, cache=own_cache, key_mask_BS=mask_BS))
+    whole_BTD = layer(y_BSD, key_mask_BS=MASK_BS)
+    torch.testing.assert_close(
+        torch.cat(pieces, 1)[MASK_BS], whole_BTD[MASK_BS], rtol=1e-10, atol=1e-10
+    )

@@ -232,6 +232,14 @@ def test_validation_gap_is_left_out_where_evaluations_differ(qkablate, runs):
     assert "validation gap by tokens" not in done.out
 
 
+def test_test_gap_is_left_out_where_other_parts_were_read(qkablate, runs):
+    one, _, other = runs
+    text = json.dumps(result(one) | {"test_tokens": 64})
+    (one / "result.json").write_text(text)
+    done = qkablate("compare", one.name, other.name)
+    assert "no test gap: their test losses are of 64 tokens and of the whole split" in done.out
+
+
 @pytest.mark.parametrize("pair", [("no_q", "standard-d16-h2-s0"), ("standard-d16-h2-s1", "no_q")])
 def test_proposed_sweep_has_the_runs_that_were_compared(qkablate, runs, pair):
     (words,) = proposed_commands(qkablate("compare", *pair))

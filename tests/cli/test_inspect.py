@@ -91,7 +91,7 @@ def test_attention_of_a_text(inspect, trained):
     ids = list(text.encode())
     assert found["ids"] == ids
     assert "".join(found["tokens"][:9]) == "the mat, "
-    a_LHTS = attention_weights(restore(trained).model, torch.tensor(ids))
+    a_LHTS = torch.stack(attention_weights(restore(trained).model, torch.tensor(ids)))
     torch.testing.assert_close(torch.tensor(found["attention"]), a_LHTS, rtol=1e-4, atol=1e-7)
     out = inspect("--layer", "0", "--head", "1", "--text", "a\nb").out
     assert "Largest attention weights, layer 0, head 1" in out
@@ -292,6 +292,61 @@ PAIRS = ("data=reverse", "data.val_tokens=512", "data.test_tokens=512", "train.s
 SIZE = ("model.layers=1", "model.d_model=16", "model.heads=2", "train.batch_size=4", "threads=1")
 
 
+PAIR = ("--text", "s3 s1 s4 s1 s5", "--target", "s6 s2 s9")
+
+
+def test_attention_of_a_pair(qkablate, tmp_path):
+    """The layers of the encoder, of the decoder, and from the target to the source."""
+    words = ("model=nano_translator", *PAIRS, *SIZE, "variant=no_q", "variant.sites=cross")
+    assert qkablate("train", *words).code == 0
+    found = json.loads(qkablate("inspect", "no_q", *PAIR, "--json").out)["text"]
+    assert found["source"] == {"tokens": PAIR[1].split(), "ids": [3, 1, 4, 1, 5]}
+    assert found["target"]["tokens"] == [">", *PAIR[3].split()]
+    (run,) = (tmp_path / "outputs" / "runs").iterdir()
+    ids = [torch.tensor([found[side]["ids"]]) for side in ("source", "target")]
+    for (layer, streams), mine in zip(
+        restore(run).model.attention_inputs(*ids), found["attention"], strict=True
+    ):
+        theirs = layer.module.weights(*streams, causal=layer.site == "decoder")[0]
+        torch.testing.assert_close(torch.tensor(mine), theirs, rtol=1e-3, atol=1e-6)
+    assert [torch.tensor(mine).shape for mine in found["attention"]] == [
+        (2, 5, 5), (2, 4, 4), (2, 4, 5)
+    ]  # fmt: skip
+    image = tmp_path / "cross.svg"
+    done = qkablate("inspect", "no_q", *PAIR, "--layer", "2", "--head", "0", "-o", str(image))
+    assert "Largest attention weights, layer 2, cross 0: target to source, head 0" in done.out
+    assert done.out.count("' at ") == 3 * 4
+    texts = [one.text for one in ElementTree.fromstring(image.read_bytes()).iter() if one.text]
+    assert all(token in texts for token in (">", *PAIR[1].split(), *PAIR[3].split()))
+    assert "no_q_cross, cross, step 4" in texts
+    assert qkablate("inspect", "no_q", *PAIR, "-o", str(image)).code == 0
+    words = "".join(ElementTree.fromstring(image.read_bytes()).itertext())
+    assert all(f"no_q_cross, {site}, step 4" in words for site in ("encoder", "decoder", "cross"))
+
+
+PAIR_MISTAKES = [
+    (PAIR[:2], "--text: a run with model.form=encoder_decoder reads a pair; give --target, too"),
+    ((PAIR[0], "s3 x", *PAIR[2:]), "--text: 'x' is not known to data=reverse"),
+    ((*PAIR[:3], "s1 ?"), "--target: '?' is not known to data=reverse"),
+    ((PAIR[0], " ".join(["s1"] * 9), *PAIR[2:]), "--text: 9 tokens are more than the limit of 8"),
+    ((*PAIR[:3], " ".join(["s1"] * 8)), "--target: 9 tokens with the one that starts a target"),
+    ((PAIR[0], " ", *PAIR[2:]), "--text: is empty"),
+]
+
+
+def test_unfit_texts_are_refused(qkablate):
+    words = (*PAIRS, *SIZE)
+    assert qkablate("train", "model=nano_translator", *words, "variant=no_q").code == 0
+    for pair, line in PAIR_MISTAKES:
+        assert_refused(qkablate("inspect", "no_q", *pair, "--json"), line)
+    assert_refused(qkablate("inspect", "no_q", *PAIR[2:], "--json"), "--target needs --text")
+    assert qkablate("train", "model=nano_encoder", *words).code == 0
+    line = "--target: a run with model.form=encoder reads one text"
+    assert_refused(qkablate("inspect", "standard", *PAIR, "--json"), line)
+    a_LHTS = json.loads(qkablate("inspect", "standard", *PAIR[:2], "--json").out)["text"]
+    assert torch.tensor(a_LHTS["attention"]).shape == (1, 2, 5, 5)
+
+
 def test_layers_of_a_translator_are_named_by_site(qkablate):
     words = (*PAIRS, *SIZE, "variant=merged_w", "variant.sites=cross", "out=translators")
     assert qkablate("train", "model=nano_translator", *words).code == 0
@@ -306,8 +361,6 @@ def test_layers_of_a_translator_are_named_by_site(qkablate):
     assert found["layers"] == ["encoder 0", "decoder 0", "cross 0"]
     assert qkablate("inspect", *run, "--layer", "2", "--head", "0").code == 0
     assert_refused(qkablate("inspect", *run, "--layer", "3"), "--layer: there is no 3")
-    refused = qkablate("inspect", *run, "--layer", "2", "--head", "0", "--text", "a")
-    assert_refused(refused, "--text: ", "model.form=encoder_decoder")
     for verb in ("verify", "ls"):
         assert qkablate(verb, *run[verb == "ls" :]).code == 0
     projected = qkablate("project", *run, "variant=no_q", "finetune.steps=2", "--json")

@@ -20,7 +20,9 @@ def test_flags_of_other_configurations_are_kept_for_the_next_commands(words, fla
 
 def test_a_short_run_says_of_how_many_tokens_its_losses_are(qkablate, tiny):
     words = [*tiny, "train.eval_tokens=64"]
-    assert "val and train of 64 tokens" in qkablate("train", *words).out
+    assert "val and train of 64 tokens, test of the whole split" in qkablate("train", *words).out
+    part = qkablate("train", *tiny, "train.test_tokens=32").out
+    assert "test of 32 tokens" in part
     whole = qkablate("train", *tiny, "train.eval_tokens=all", "seed=1").out
     assert "loss" in whole
     assert "val and train of" not in whole

@@ -21,6 +21,7 @@ from qkablate.sweeps.planning.expand import Grid, expand_grid
 from qkablate.sweeps.running.state import SweepState
 
 TASK = ["data=recall", "model.context=64"]
+MASKED = ["model.form=encoder", "data.objective=mlm"]
 pytestmark = pytest.mark.skipif(
     importlib.util.find_spec("wandb_workspaces") is None
     and not os.environ.get("QKABLATE_NEEDS_DASHBOARD"),
@@ -102,7 +103,8 @@ def test_sections_are_in_reading_order(spec):
     ("words", "names"),
     [
         ([], {"val/loss", "train/loss", "val/bits_per_byte"}),
-        (TASK, {"val/loss", "train/loss", "val/accuracy"}),
+        (TASK, {"val/loss", "train/loss", "val/accuracy", "val/exact"}),
+        (MASKED, {"val/loss", "train/loss", "val/accuracy"}),
     ],
 )
 def test_losses_are_plotted_by_tokens_with_bands_over_seeds(spec, words, names):
@@ -158,7 +160,7 @@ def test_learning_rate_panels(spec):
 @pytest.mark.parametrize(
     ("name", "keys"),
     [
-        ("QK circuit", ["qk/stable_rank/L0", "qk/moved/L11", "qk/balance/L3"]),
+        ("QK circuit", ["qk/stable_rank/L0", "qk/moved/L11", "qk/balance/cross_L3"]),
         ("OV circuit", ["ov/effective_rank/L0", "ov/off_rank/L7"]),
         ("Attention", ["attention/entropy/L0", "attention/induction/L2", "attention/self/L10"]),
     ],

@@ -121,6 +121,23 @@ def test_losses_of_the_test_split_are_counted_by_document(folder, cache):
     assert next(prepared.split_batches("val", batch_size=2, context=16)).slices is None
 
 
+def test_a_limit_reads_the_beginning_of_the_test_split(folder, cache):
+    """So runs of one limit read the same text, and those of a larger one all of it and more."""
+    prepared = open_corpus(DataConfig(source="text", path=str(folder), cache=cache))
+
+    def read(limit):
+        batches = prepared.split_batches("test", batch_size=3, context=16, limit=limit)
+        return [t for b in batches for t in b.targets_NA.flatten().tolist() if t != IGNORE]
+
+    whole = read(None)
+    assert whole == prepared.split("test").tolist()[1:]
+    for limit in (1, 2, 50, len(whole) // 2):
+        assert read(limit) == whole[: max(2, limit) - 1]
+        assert prepared.test_tokens(limit) == max(2, limit)
+    assert read(10**9) == whole
+    assert prepared.test_tokens(10**9) == prepared.test_tokens(None) == prepared.tokens["test"]
+
+
 def test_very_many_documents_are_grouped(folder, cache, monkeypatch):
     monkeypatch.setattr(corpus, "MAX_DOCUMENT_GROUPS", 2)
     prepared = open_corpus(DataConfig(source="text", path=str(folder), cache=cache))

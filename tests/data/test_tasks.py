@@ -113,6 +113,27 @@ def test_batches_depend_on_seed_and_step_alone(name):
     assert torch.equal(torch.cat([part.tokens_NT for part in parts]), batch.tokens_NT)
 
 
+@pytest.mark.parametrize("name", TASKS)
+def test_a_limit_reads_the_first_sequences_of_the_test_split(name):
+    task = make(name)
+
+    def read(limit):
+        batches = task.split_batches("test", batch_size=3, context=LENGTH, limit=limit)
+        return [
+            row
+            for b in batches
+            for row, targets in zip(b.tokens_NT.tolist(), b.targets_NA.tolist(), strict=True)
+            if {*targets} != {IGNORE}
+        ]
+
+    whole = read(None)
+    assert read(5 * LENGTH) == whole[:5]
+    assert read(1) == whole[:1]
+    assert read(10**9) == whole
+    limits = {1: 1, 5 * LENGTH: 5, None: len(whole)}
+    assert {n: task.test_tokens(n) // LENGTH for n in limits} == limits
+
+
 @pytest.mark.parametrize("name", [name for name in TASKS if name not in PADDED_SOURCES])
 def test_splits_share_no_sequence(name):
     task = make(name, **({"vocab_size": 600} if name == "directed" else {}))
@@ -330,11 +351,13 @@ def test_pairs_of_other_lengths_are_rejected(form, shape, line):
     assert "\n" not in str(error.value)
 
 
-@pytest.mark.parametrize("form", ["encoder", "encoder_decoder"])
-def test_data_without_pairs_are_rejected(form):
-    for name in ("recall", "stdlib"):
-        with pytest.raises(UserError, match="pairs of source and target"):
-            open_data(DataConfig(source=name), ModelConfig(form))
+@pytest.mark.parametrize(
+    ("form", "name"),
+    [("encoder", "recall"), ("encoder_decoder", "recall"), ("encoder_decoder", "stdlib")],
+)
+def test_data_without_pairs_are_rejected(form, name):
+    with pytest.raises(UserError, match="pairs of source and target"):
+        open_data(DataConfig(source=name), ModelConfig(form))
 
 
 def test_dyck_targets_close_the_innermost_bracket():

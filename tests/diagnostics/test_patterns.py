@@ -168,7 +168,7 @@ def test_scores_and_weights_reproduce_the_output(name, position):
         pytest.skip("not supported")
     model.init_(1).double().eval()
     tokens_T = torch.arange(12) % 7
-    a_LHTS = attention_weights(model, tokens_T).double()
+    a_LHTS = torch.stack(attention_weights(model, tokens_T)).double()
     assert a_LHTS.shape == (2, 4, 12, 12)
     torch.testing.assert_close(a_LHTS.sum(-1), torch.ones(2, 4, 12).double())
     assert not a_LHTS.triu(1).any()

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from qkablate.config import ModelConfig, VariantConfig, resolve_variant, variants
-from qkablate.config.variant import SITES, check_variant
+from qkablate.config.variant import SITES, check_variant, layer_names
 from qkablate.errors import UserError
 from qkablate.models.build import build_model
 from qkablate.models.encoder_decoder import EncoderDecoder
@@ -78,6 +78,13 @@ def test_names_of_the_parameters():
         *(f"encoder.{i}.{name}" for i in (0, 1) for name in (*block, *mlp)),
         *(f"blocks.0.{name}" for name in (*block, *cross, *mlp)),
     }
+
+
+def test_layers_are_named_in_the_order_of_computation():
+    model = translator(layers=2, encoder_layers=1)
+    names = [f"{x.site}_L{x.name.split('.')[1]}" for x in model.attention_layers()]
+    assert layer_names(model.config) == names
+    assert layer_names(ModelConfig(layers=2)) == ["L0", "L1"]
 
 
 def test_sites_carry_the_variant_and_others_are_standard():

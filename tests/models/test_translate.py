@@ -16,13 +16,13 @@ SOURCE, CONTEXT, VOCABULARY = 7, 10, 20
 START, END, PAD = 18, 19, 17
 
 
-def large_weights_model(name="standard", sites="all", position="learned"):
+def large_weights_model(name="standard", sites="all", position="learned", padding=False):
     """Return a model with large weights, whose predictions depend on all it reads."""
     config = ModelConfig(form="encoder_decoder", layers=2, d_model=16, heads=4, bias=True)
     config.source, config.context, config.position = SOURCE, CONTEXT, position
     entry = {key: value for key, value in variants()[name].items() if key != "name"}
     variant = resolve_variant(VariantConfig(name=name, sites=sites, **entry), config)
-    model = build_model(config, variant, VOCABULARY).init_(0).double()
+    model = build_model(config, variant, VOCABULARY, padding=padding).init_(0).double()
     noise = torch.Generator().manual_seed(1)
     with torch.no_grad():
         for parameter in model.parameters():
@@ -88,6 +88,23 @@ def test_one_hypothesis_is_greedy_decoding(end, position):
     assert translate(model, SOURCES, tokens, beam=1) == expected
     assert len({tuple(target) for target in expected}) > 2
     assert end is not None or {len(target) for target in expected} == {CONTEXT}
+
+
+@pytest.mark.parametrize("name", variants())
+def test_padded_sources_are_decoded_together_as_one_by_one(name):
+    """Log-probabilities to 1e-10, and the targets themselves, for greedy and beam search."""
+    model, tokens = large_weights_model(name, padding=True), TargetTokens(START, END)
+    padded = torch.tensor([[*source, *[-1] * (SOURCE - len(source))] for source in SOURCES])
+    target, mask = random_tokens(len(SOURCES), 9), model.source_mask(padded)
+    y, caches = model.encode(padded), model.make_caches()
+    pieces = [model.decode(y, t, caches, key_mask_BS=mask) for t in target.split((4, 1, 4), 1)]
+    alone = [
+        model.hidden(torch.tensor([source]), target[i : i + 1]) for i, source in enumerate(SOURCES)
+    ]
+    torch.testing.assert_close(torch.cat(pieces, 1), torch.cat(alone), rtol=1e-10, atol=1e-10)
+    for beam in (1, 3):
+        expected = [translate(model, [source], tokens, beam)[0] for source in SOURCES]
+        assert translate(model, SOURCES, tokens, beam) == expected
 
 
 def test_beam_search_finds_no_worse_targets_and_is_deterministic():

@@ -74,6 +74,17 @@ def test_the_id_is_stable():
     assert label(Config()) == "standard-d128-h4-s0"
 
 
+@pytest.mark.parametrize(
+    ("train", "is_same"),
+    [({"test_tokens": "all"}, True), ({"test_tokens": 65_536}, True), ({"test_tokens": 99}, False)],
+)
+def test_runs_that_read_the_whole_test_split_keep_the_ids_of_earlier_ones(train, is_same):
+    assert (id_of(Config(train=TrainConfig(**train))) == id_of()) == is_same
+    # A tuning run reads none of it.
+    plain, other = (TrainConfig(**t, evaluate_test=False) for t in ({}, train))
+    assert id_of(Config(train=plain)) == id_of(Config(train=other))
+
+
 def test_one_process_trains_a_run(tmp_path):
     run = Run(tmp_path, "label", "id")
     assert not run.is_leased

@@ -8,6 +8,7 @@ import random
 import shutil
 from collections.abc import Callable, Iterator
 from contextlib import redirect_stderr
+from copy import deepcopy
 from io import StringIO
 from pathlib import Path
 from typing import Any
@@ -16,14 +17,15 @@ import torch
 
 from qkablate.analysis.study.standalone_runs import read_standalone_runs
 from qkablate.analysis.study.study import Study, read_study
-from qkablate.data import corpus
+from qkablate.config import ModelConfig
+from qkablate.data import Pairs, corpus
 from qkablate.errors import UserError
 from qkablate.sweeps.planning.manifest import read_manifest
 from qkablate.sweeps.running import results
 from qkablate.sweeps.running.state import SweepState
 from qkablate.training import checkpoint
 from qkablate.training.warm_start.restore import restore
-from tests.torture import sandbox
+from tests.torture import forked, sandbox
 from tests.torture.sandbox import SWEEP, TINY
 from tests.torture.tally import Tally
 
@@ -68,19 +70,29 @@ class World:
                 sandbox.run_successfully(words, self.box)
         sandbox.run_successfully(SWEEP, self.box)  # which has nothing to train
         sandbox.run_command(INTERRUPTED, self.box, before=sandbox.interrupt_at(10))
+        forked.write_pairs(self.box / "pairs.tsv")
+        pairs = ["train", *forked.with_words(TINY, [*forked.TRANSLATOR, "out=translators"])]
+        sandbox.run_successfully(pairs, self.box)
+        (self.translator,) = (self.box / "translators" / "runs").iterdir()
+        (self.pairs,) = (path for path in (self.box / "cache").glob("pairs-*") if path.is_dir())
         self.runs = self.box / "outputs" / "runs"
         self.interrupted = next(self.runs.glob("merged_w-*"))
         self.steps = sorted((self.interrupted / "checkpoints").glob("step-*"))
         self.swept = sorted(path for path in self.runs.iterdir() if path != self.interrupted)
         (self.sweep,) = (self.box / "outputs" / "sweeps").glob("small-*")
         (self.data,) = (path for path in (self.box / "cache").glob("text-*") if path.is_dir())
-        self.saved = {path: checkpoint.load(path, "cpu") for path in self.steps}
+        # Copies: loaded weights may be views of the files, which are going to be damaged.
+        self.saved = {path: deepcopy(checkpoint.load(path, "cpu")) for path in self.steps}
         self.reference = {name: read(self) for name, read in READERS.items()}
 
     def targets(self) -> dict[str, list[Path]]:
         """Return the files to damage, by kind; each kind is drawn equally often."""
         swept, steps = self.swept, self.steps
-        held = [file for file in self.data.iterdir() if file.is_file() and file.stat().st_size]
+        held, pairs = (
+            [file for file in folder.iterdir() if file.is_file() and file.stat().st_size]
+            for folder in (self.data, self.pairs)
+        )
+        translator = [self.translator / "config.yaml", self.translator / "tokenizer.json"]
         return {
             "checkpoint": [file for step in steps for file in step.iterdir()],
             "config": [path / "config.yaml" for path in (*swept, self.interrupted)],
@@ -91,6 +103,8 @@ class World:
             "weights": [file for run in swept[:2] for file in run.glob("checkpoints/*/*")],
             "manifest": [self.sweep / "manifest.json"],
             "data": held,
+            "translator": [*translator, *self.translator.glob("checkpoints/*/*")],
+            "pairs": pairs,
         }
 
 
@@ -150,11 +164,32 @@ def _read_tokens(world: World) -> Reading:
     }
 
 
+def _read_translator(world: World) -> Reading:
+    """Return the numbers that `sample` computes with, and what `train` says of the run."""
+    restored = restore(world.translator)
+    source, target = torch.arange(48, 56)[None], torch.arange(50, 54)[None]
+    with torch.no_grad():
+        logits = restored.model(source, target).tolist()
+    sentences = restored.sentences()
+    return {"logits": logits, "ids": sentences.encode("123"), "text": sentences.decode([49, 50])}
+
+
+def _read_pairs(world: World) -> Reading:
+    pairs = Pairs(corpus.load_corpus(world.pairs), ModelConfig(form="encoder_decoder"))
+    return {
+        f"{name} {i}": [split.sentence(i, side).tolist() for side in (0, 1)]
+        for name, split in pairs.splits.items()
+        for i in range(len(split))
+    } | {"longest": pairs.longest(), "counts": pairs.tokens}
+
+
 READERS: dict[str, Callable[[World], Reading]] = {
     "sweep": _read_sweep,
     "standalone": _read_standalone,
     "model": _read_models,
     "data": _read_tokens,
+    "translator": _read_translator,
+    "pairs": _read_pairs,
 }
 _READ_BY = {
     "config": ("standalone", "model"),
@@ -165,6 +200,8 @@ _READ_BY = {
     "weights": ("model",),
     "manifest": ("sweep",),
     "data": ("data",),
+    "translator": ("translator",),
+    "pairs": ("pairs",),
 }
 
 
@@ -240,4 +277,4 @@ def torture(cases: int, seed: int, folder: Path) -> Tally:
     return tally
 
 
-SHORT, FULL = 36, 1000
+SHORT, FULL = 44, 1000

@@ -29,6 +29,7 @@ KINDS = {
     "W&B": ["train", "tracking.wandb=offline"],
     "sweep": ["sweep", *_SWEEP],
     "bf16 sweep": ["sweep", *_SWEEP, "precision=bf16"],
+    "translator": ["train", *forked.TRANSLATOR, "train.grad_accum=2"],
 }
 _COLD = 0.05  # fraction of kills that hit a new Python, mostly during its start
 _TIMED = 0.25  # fraction of kills that come from outside, at a random time
@@ -180,7 +181,13 @@ def _has_moment(kind: str, moment: str) -> bool:
     """Return whether a command of this kind comes to a moment."""
     command = KINDS[kind][0]
     needs = {"W&B": kind == "W&B", "sweep": command == "sweep", "train": command == "train"}
+    needs["attention map"] = kind != "translator"
     return needs.get(moment, True)
+
+
+def _words(kind: str) -> list[str]:
+    command, *words = KINDS[kind]
+    return [command, *forked.with_words(forked.RUN, words)]
 
 
 class _KillChain:
@@ -195,7 +202,7 @@ class _KillChain:
         seconds_needed: float,
         name: str,
     ) -> None:
-        self.words = [KINDS[kind][0], *forked.RUN, *KINDS[kind][1:]]
+        self.words = _words(kind)
         self.kind, self.rng, self.name = kind, rng, name
         self.reference, self.seconds_needed = reference, seconds_needed  # of the undisturbed run
         self.folder = forked.prepare(folder)
@@ -314,7 +321,7 @@ def _lane(cases: int, rng: random.Random, folder: Path, number: int) -> Tally:
         kind = rng.choice(list(KINDS)[number :: forked.LANES])
         if kind not in reference:
             reference[kind] = forked.prepare(folder / f"reference {kind}")
-            words = [KINDS[kind][0], *forked.RUN, *KINDS[kind][1:]]
+            words = _words(kind)
             began = time.monotonic()
             counter = _CallCounter(folder / f"calls {kind}")
             if code := forked.wait(forked.start(words, reference[kind], before=counter.arm)):

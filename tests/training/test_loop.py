@@ -94,6 +94,23 @@ def test_gradient_accumulation_equals_larger_batch(qkablate, tiny, tmp_path):
     assert one[-1]["val/loss"] == pytest.approx(four[-1]["val/loss"], rel=1e-5)
 
 
+COMMANDS = ["model=nano_translator", "data=commands", "model.source=12", "model.context=49"]
+COMMANDS += ["model.layers=1", "model.d_model=16", "model.heads=2", "threads=1", "precision=fp32"]
+COMMANDS += ["data.val_tokens=640", "data.test_tokens=640", "tracking.wandb=disabled"]
+
+
+def test_gradient_accumulation_equals_larger_batch_of_padded_pairs(qkablate, tmp_path):
+    """Every answer counts the same, although the parts of a batch have unequally many."""
+    steps = ("train.steps=6", "tracking.log_every=1", "train.eval_every=6")
+    for out, size in {"one": (8, 1), "many": (2, 4)}.items():
+        words = (f"train.batch_size={size[0]}", f"train.grad_accum={size[1]}", f"out={out}")
+        assert qkablate("train", *COMMANDS, *steps, *words).code == 0
+    one, many = (metrics(tmp_path, out)[0] for out in ("one", "many"))
+    for a, b in zip(one, many, strict=True):
+        assert b["train/loss"] == pytest.approx(a["train/loss"], rel=1e-5)
+        assert b["train/grad_norm"] == pytest.approx(a["train/grad_norm"], rel=1e-4)
+
+
 def test_logged_norm_is_before_clipping(qkablate, tiny, tmp_path):
     """The logged norm is the one before clipping; a tiny bound changes training."""
     assert qkablate("train", *tiny, "out=free", "optim.clip=0").code == 0

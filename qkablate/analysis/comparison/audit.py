@@ -130,8 +130,8 @@ def _check_pairs(gap: Gap) -> Answer:
         return WARNING, f"{n}, and unpaired {'; '.join(gap.unpaired)}"
     if n < MIN_PAIRS:
         return WARNING, f"{n}: too few to compare; more seeds: seed=range(6)"
-    correlation = gap.correlation
-    return OK, f"{n} by seed" + ("" if correlation is None else f", correlation {correlation:+.2f}")
+    known = "" if (correlation := gap.correlation) is None else f", correlation {correlation:+z.2f}"
+    return OK, f"{n} by seed{known}"
 
 
 def _check_rates(
@@ -252,6 +252,8 @@ def _check_ngrams(gap: Gap) -> Answer:
     name, lead = gap.baseline.name, gap.baseline.lead_over_ngrams
     if lead is None:
         done = gap.baseline.with_status("done")
+        if any(record.facts["objective"] == "mlm" for record in done):
+            return OK, "n-grams do not predict masked tokens"
         if any(record.facts["source"] in TEXT_SOURCES for record in done):
             return NOTE, f"unknown: no n-grams were measured beside {name}"
         return (OK, "not a text") if done else _NO_PAIRS
@@ -283,7 +285,9 @@ def _check_documents(gap: Gap, done: list[Record], margin: float | None) -> Answ
     for name, size in sizes.items():
         if size is not None and error.se > max(size / 3, _LEAST_ERROR):
             message += f", more than a third of the {name} ({size:.4f})"
-            return WARNING, f"{message}: raise data.test_tokens"
+            is_part = any(record.facts["test_tokens"] is not None for record in done)
+            remedy = "train.test_tokens=all reads more" if is_part else "raise data.test_tokens"
+            return WARNING, f"{message}: {remedy}"
     return OK, message
 
 

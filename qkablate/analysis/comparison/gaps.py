@@ -4,6 +4,7 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from typing import Any
 
 from scipy import stats
 
@@ -11,6 +12,7 @@ from qkablate.analysis.left_behind import find_left_behind
 from qkablate.analysis.stats import ALPHA, Estimate, Interval, Sample, describe_sample, holm
 from qkablate.analysis.study.document_error import DocumentError, document_error
 from qkablate.analysis.study.study import Entry, Record, Seeds, Study
+from qkablate.table import format_part
 
 ROUNDING_PAIR = {"standard", "standard_reassociated"}
 MARGINS = 3  # by which the baseline has to beat the floor
@@ -126,11 +128,27 @@ def measure_gap(arm: Entry, baseline: Entry, floor: Entry | None = None) -> Gap:
             )
         elif run.facts["data_fingerprint"] != other.facts["data_fingerprint"]:
             unpaired.append(f"{run.seed_label}: the two were trained on different data")
+        elif problem := explain_unequal_tests(run.facts, other.facts):
+            unpaired.append(f"{run.seed_label}: {problem}")
         else:
             pairs[key] = run.loss - other.loss
     diverged, baseline_diverged = (len(e.with_status("diverged")) for e in (arm, baseline))
     lead = None if floor is None else measure_gap(floor, baseline)
     return Gap(arm, baseline, pairs, unpaired, diverged, baseline_diverged, lead)
+
+
+def explain_unequal_tests(facts: Mapping[str, Any], others: Mapping[str, Any]) -> str:
+    """Return why the test losses of two runs are not comparable; '' if they are.
+
+    The losses of other documents differ by more than what variants differ by.
+    """
+    read, other = facts.get("test_tokens"), others.get("test_tokens")
+    if read == other:
+        return ""
+    return (
+        f"their test losses are of {format_part(read)} and of {format_part(other)};"
+        " train.test_tokens=all reads all"
+    )
 
 
 def _why_unpaired(entry: Entry, record: Record | None) -> str:

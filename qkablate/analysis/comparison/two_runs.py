@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from qkablate.analysis.comparison.gaps import perplexity_percent
+from qkablate.analysis.comparison.gaps import explain_unequal_tests, perplexity_percent
 from qkablate.analysis.study.loss_curves import VAL, read_loss_curves
 from qkablate.analysis.study.standalone_runs import read_standalone_runs
 from qkablate.analysis.study.study import Record, Study, as_dict, read_facts
@@ -54,6 +54,7 @@ class RunComparison:
     unlike: dict[str, Both]  # circumstances
     paired: bool
     val_gap: list[GapReading]
+    unequal_tests: str  # why there is no test gap; '' if there is one, or no loss
 
 
 def find_pair(word: str, other: str, out: str) -> tuple[Path, Path]:
@@ -90,6 +91,8 @@ def compare_runs(first: Path, second: Path) -> RunComparison:
     if EVAL_TOKENS in differ:
         gaps.pop("val", None)
         curve = {}
+    if unequal_tests := explain_unequal_tests(result, other_result) if "test" in gaps else "":
+        del gaps["test"]
     status, other_status = (str(one.get("status", "no result")) for one in results)
     params, total_params = zip(*map(_sizes, results), strict=True)
     keys = ("flops_per_token", "seconds", "packed")
@@ -108,6 +111,7 @@ def compare_runs(first: Path, second: Path) -> RunComparison:
         and "data_fingerprint" not in unlike
         and not any(key.startswith("seed") for key in differ),
         val_gap=[GapReading(t, curve[t] - other_curve[t]) for t in curve if t in other_curve],
+        unequal_tests=unequal_tests,
     )
 
 

@@ -1,6 +1,6 @@
 """Attention maps: the attention weights of one text that runs keep at their end.
 
-Shape suffixes: L layers, H heads, T tokens.
+Shape suffixes: L layers, H heads, T tokens, S tokens of the keys.
 """
 
 import json
@@ -28,21 +28,33 @@ _MAX_BYTES, _MAX_CHARACTERS = 2**24, 16  # of a tokenizer's file, of a shown tok
 
 @dataclass(frozen=True)
 class ArmAttention:
-    """Attention weights of one run."""
+    """Attention weights of one run, of the layers of one site."""
 
     arm: str
     variant: str
     which: str  # seed or step
-    tokens: tuple[str, ...]
-    a_LHTT: np.ndarray  # in 255ths
+    tokens: tuple[str, ...]  # of the queries
+    a_LHTS: np.ndarray  # in 255ths
     separator: str = ""  # between tokens: a space where they are ids or symbols of a task
+    keys: tuple[str, ...] = ()  # tokens of the keys, if they are not those of the queries
+    site: str = "decoder"
+
+    @property
+    def key_tokens(self) -> tuple[str, ...]:
+        return self.keys or self.tokens
+
+    @property
+    def causal(self) -> bool:
+        return self.site == "decoder"
 
     @cached_property
     def mean_weights(self) -> dict[str, np.ndarray]:
         """Mean weight of every head on each target position: measure_LH."""
+        if not self.causal:
+            return {}
         # Of the queries that see three tokens or more, for which the targets are distinct.
-        a_LHQT = self.a_LHTT[:, :, 2:] / attention_map.FULL_WEIGHT
-        queries = np.arange(2, self.a_LHTT.shape[-1])
+        a_LHQT = self.a_LHTS[:, :, 2:] / attention_map.FULL_WEIGHT
+        queries = np.arange(2, self.a_LHTS.shape[-1])
         if not len(queries):
             return {}
         keys = {"previous": queries - 1, "first": 0 * queries, "self": queries}
@@ -51,7 +63,7 @@ class ArmAttention:
     @property
     def uniform_share(self) -> float:
         """Mean weight on each target of a head with uniform attention."""
-        return float((1 / np.arange(3, self.a_LHTT.shape[-1] + 1)).mean())
+        return float((1 / np.arange(3, self.a_LHTS.shape[-1] + 1)).mean())
 
 
 def read_arm_attention(entry: Entry) -> ArmAttention | None:

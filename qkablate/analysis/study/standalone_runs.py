@@ -74,7 +74,9 @@ def _read_run(folder: Path, arms: dict[str, Arm]) -> tuple[SweepRun, str]:
     """Read a run and its arm's key, adding the arm to `arms`; ValueError if there is no run."""
     try:
         content = read_config(folder)
-        content.setdefault("init_from", dict(vars(InitFromConfig())))  # missing in older runs
+        # Missing in older runs.
+        content.setdefault("init_from", dict(vars(InitFromConfig())))
+        content["train"].setdefault("test_tokens", content["data"]["test_tokens"])
         identity = content["identity"]
         settings = {key: value for key, value in content.items() if key not in ("id", "identity")}
         key = json.dumps(_arm_settings(settings, identity), sort_keys=True, default=str)

@@ -36,7 +36,8 @@ from qkablate.table import format_count
 Seeds = tuple[tuple[str, int], ...]  # equal for the two runs of a pair
 # Fields of result.json.
 _FACTS = ["precision", "matmul", "device", "kernel", "compile", "threads", "data_fingerprint"]
-_FACTS += ["steps", "seconds", "packed", "attempt", "version", "chance", "ended", TEXT_REFERENCES]
+_FACTS += ["test_tokens", "steps", "seconds", "packed", "attempt", "version", "chance", "ended"]
+_FACTS += [TEXT_REFERENCES]
 
 
 @dataclass(frozen=True, repr=False)
@@ -377,7 +378,8 @@ def read_facts(folder: Path, result: Mapping[str, Any]) -> dict[str, Any]:
     commit = str(code["commit"])[:10] if code.get("commit") else None
     edits = f"+{sha256(diff.encode())[:6]}" if diff else ""
     facts["code"] = f"{commit}{edits}" if commit else facts["version"]
-    facts["source"] = as_dict(result.get("data")).get("source")
+    data = as_dict(result.get("data"))
+    facts |= {key: data.get(key) for key in ("source", "objective")}
     facts["torch"], facts["cpu"] = versions.get("torch"), machine.get("cpu")
     return facts
 

@@ -55,7 +55,6 @@ class Pairs:
     """Pairs of a corpus, for a model with these lengths of source and target."""
 
     answer_fraction = 1.0
-    chance = None
 
     def __init__(self, corpus: Corpus, model: ModelConfig) -> None:
         self.corpus, self.tokenizer = corpus, corpus.tokenizer
@@ -70,6 +69,11 @@ class Pairs:
             if not len(split):
                 raise UserError(f"data: {self.name} has too few pairs: the {name} split has none")
         self.tokens = {name: len(split) * self.length for name, split in self.splits.items()}
+
+    @property
+    def chance(self) -> float | None:
+        """Accuracy of the best guess that does not depend on the source, if that is known."""
+        return None
 
     @property
     def description(self) -> str:
@@ -125,18 +129,25 @@ class Pairs:
     ) -> Iterator[Batch]:
         """Yield a whole split, or pairs of some `limit` tokens spread over it.
 
-        Of the training split, as many pairs as the validation split has are read at most. The last
-        batch is filled with pairs that do not count.
+        Of the training split, as many pairs as the validation split has are read at most, and of
+        the test split the first ones. The last batch is filled with pairs that do not count.
         """
         count = len(self.splits["val" if split == "train" else split])
         rows = evenly_spaced(count, len(self.splits[split]))
-        if limit is not None:
+        if split == "test":
+            rows = rows[: self.test_tokens(limit) // self.length]
+        elif limit is not None:
             rows = rows[evenly_spaced(max(1, limit // self.length), len(rows))]
         for first in range(0, len(rows), batch_size):
             indices_N = np.arange(first, first + batch_size)
             batch = self.batch(split, rows[indices_N % len(rows)])
             batch.targets_NA[indices_N >= len(rows)] = IGNORE
             yield batch
+
+    def test_tokens(self, limit: int | None) -> int:
+        """Return how many tokens of the test split are read: the first pairs within `limit`."""
+        total = self.tokens["test"]
+        return total if limit is None else min(total, max(1, limit // self.length) * self.length)
 
     def sample(self, split: str, *, count: int, context: int) -> Batch:
         return self.batch(split, evenly_spaced(count, len(self.splits[split])))

@@ -22,8 +22,8 @@ class Sentences(Protocol):
 
     tokens: TargetTokens
 
-    def encode(self, text: str) -> list[int]:
-        """Return the tokens of a source; UserError for unknown ones."""
+    def encode(self, text: str, key: str = "source") -> list[int]:
+        """Return the tokens of a sentence, given as `key`; UserError for unknown ones."""
 
     def decode(self, ids: Iterable[int]) -> str:
         """Return the text of a sentence."""
@@ -36,12 +36,12 @@ class TaskSentences:
         self.task, self.tokens = task, TargetTokens(task.marker, task.end)
         self._ids = {task.format_token(i): i for i in range(task.vocabulary)}
 
-    def encode(self, text: str) -> list[int]:
+    def encode(self, text: str, key: str = "source") -> list[int]:
         known, words = [*self._ids], text.split()
         if unknown := [word for word in dict.fromkeys(words) if word not in self._ids]:
             shown = [*known[:2], "…", *known[-3:]] if len(known) > 12 else known
             raise UserError(
-                f"source: {_quote(unknown)} not known to data={self.task.name} (allowed:"
+                f"{key}: {_quote(unknown)} not known to data={self.task.name} (allowed:"
                 f" {', '.join(shown)}){nearest_hint(unknown[0], known)}"
             )
         return [self._ids[word] for word in words]
@@ -58,9 +58,9 @@ class TextSentences:
         self.tokenizer = tokenizer
         self.tokens = TargetTokens(tokenizer.end, tokenizer.end)
 
-    def encode(self, text: str) -> list[int]:
+    def encode(self, text: str, key: str = "source") -> list[int]:
         if unknown := self.tokenizer.unknown(text):
-            raise UserError(f"source: {_quote(unknown)} not known to the tokenizer of this run")
+            raise UserError(f"{key}: {_quote(unknown)} not known to the tokenizer of this run")
         ids: list[int] = self.tokenizer.encode(text.encode()).tolist()
         return ids
 

@@ -193,15 +193,20 @@ class Task:
 
         The last batch is padded with ignored targets.
         """
-        examples = self._split(split)
-        count = len(examples.tokens_NT)
-        if limit is not None:
-            count = min(count, max(1, limit // self.length))
+        examples, count = self._split(split), self._count_within(split, limit)
         for first in range(0, count, batch_size):
             rows = np.arange(first, first + batch_size)
             batch = examples.batch(rows % count)
             batch.targets_NA[rows >= count] = IGNORE
             yield batch
+
+    def test_tokens(self, limit: int | None) -> int:
+        """Return how many tokens of the test split are read: the first sequences within `limit`."""
+        return self._count_within("test", limit) * self.length
+
+    def _count_within(self, split: str, limit: int | None) -> int:
+        count = self._counts[split]
+        return count if limit is None else min(count, max(1, limit // self.length))
 
     def sample(self, split: str, *, count: int, context: int) -> Batch:
         examples = self._split(split)

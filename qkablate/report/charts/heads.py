@@ -1,33 +1,29 @@
-"""Curves, maps and spectra of head metrics.
+"""Curves and maps of head metrics.
 
-Shape suffixes: L layers, H heads, K singular values.
+Shape suffixes: L layers, H heads.
 """
 
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from itertools import pairwise
 
 import numpy as np
 
 from qkablate.analysis.comparison import head_metrics
-from qkablate.analysis.comparison.curves import Curve, thin
-from qkablate.analysis.comparison.head_metrics import SPECTRUM, HeadMetrics, nan_mean
+from qkablate.analysis.comparison.curves import Curve
+from qkablate.analysis.comparison.head_metrics import HeadMetrics
 from qkablate.analysis.stats import Interval
 from qkablate.analysis.study.study import Entry
+from qkablate.config.variant import layer_names
 from qkablate.report.charts import base
 from qkablate.report.charts.base import Chart, ChartPanel, Spec, round_digits
 from qkablate.report.charts.curves import mean_layers, mean_rows, points_per_curve
 from qkablate.report.section import Section, format_n, size_label
 from qkablate.report.text.table import Table, format_known
-from qkablate.table import format_short
 
 _MAX_CELLS = 6_000  # of all maps
 _MAX_HEADS_WITH_NUMBERS = 8  # heads of an arm whose cells have room for a number
 _PANEL_WIDTH, _GAP = 530, 14  # pixels of a panel, and between two arms
-_MAX_VALUES = 32  # singular values that a spectrum is drawn with
-_MAX_PANELS = 12
-_MIN_VALUE = 1e-4  # relative to the largest singular value; smaller ones are dropped
-_MAX_TIMES = 6  # of training, that are drawn of an arm
 
 
 def head_groups(section: Section) -> list[tuple[str, list[HeadMetrics]]]:
@@ -159,16 +155,25 @@ def _find_cells(group: list[HeadMetrics]) -> tuple[dict[str, list[Spec]], list[i
         for label, arm in zip(labels, group, strict=True):
             if arrays := arm.at(name, arm.entry.tokens):
                 counts.append(len(arrays))
-                rows += _map_cells(label, head_metrics.sort_heads(arrays))
+                values_LH = head_metrics.sort_heads(arrays)
+                rows += _map_cells(label, layer_labels(arm, len(values_LH)), values_LH)
         if rows:
             by_metric[metric] = rows
     return by_metric, counts
 
 
-def _map_cells(label: str, values_LH: np.ndarray) -> list[Spec]:
+def layer_labels(arm: HeadMetrics, count: int) -> list[int] | list[str]:
+    """Return the layers of an arm as people read them: 0, or encoder 0."""
+    names = layer_names(arm.entry.arm.config.model)
+    if arm.entry.arm.config.model.form != "encoder_decoder" or len(names) != count:
+        return [*range(count)]
+    return [name.replace("_L", " ") for name in names]
+
+
+def _map_cells(label: str, layers: Sequence[int | str], values_LH: np.ndarray) -> list[Spec]:
     return [
         {"arm": label, "layer": layer, "head": head + 1, "value": round_digits(value, 3)}
-        for layer, values_H in enumerate(values_LH)
+        for layer, values_H in zip(layers, values_LH, strict=True)
         for head, value in enumerate(map(float, values_H))
         if math.isfinite(value)
     ]
@@ -186,9 +191,11 @@ def _map_spec(rows: list[Spec]) -> Spec:
         text = {"text": {"field": "value", "type": "quantitative", "format": form}}
         layers.append(base.make_layer("text", text, fontSize=12, color="var(--ink)"))
     axis = {"ticks": False, "domain": False, "labelAngle": 0}
+    # Sites in the order of computation, numbers in their own.
+    order = {"sort": None} if any(isinstance(row["layer"], str) for row in rows) else {}
     encoding = {
         "x": {"field": "head", "type": "ordinal", "title": None, "axis": None},
-        "y": {"field": "layer", "type": "ordinal", "title": None, "axis": axis},
+        "y": {"field": "layer", "type": "ordinal", "title": None, "axis": axis} | order,
         "tooltip": base.make_tooltip(arm="", layer="", head="rank", value=""),
     }
     height = {"step": 28 if roomy else step}
@@ -211,99 +218,3 @@ def _color(values: list[float]) -> Spec:
     steps = [low + width * part / 4 for part in (1, 2, 3)]
     assert all(step < following for step, following in pairwise(steps))
     return base.color_by("value", steps, ("mid", "low1", "low2", "low3"))
-
-
-def spectrum_chart(section: Section) -> Chart:
-    """Chart the singular values of B at initialization and at the end, by layer."""
-    groups = head_groups(section)
-    layers_shown = max(1, _MAX_PANELS // max(1, len(groups)))
-    panels, counts = [], []
-    for size, group in groups:
-        rows: dict[int, list[Spec]] = {}
-        for arm in group:
-            for when, tokens in (("start", 0), ("end", arm.entry.tokens)):
-                if tokens in arm.tokens and (arrays := arm.at(SPECTRUM, tokens)):
-                    counts.append(len(arrays))
-                    for layer, values_K in enumerate(head_metrics.relative_spectra(arrays)):
-                        rows.setdefault(layer, []).extend(_spectrum_rows(arm, when, values_K))
-        drawn = sorted(layer for layer in rows if rows[layer])
-        for layer in head_metrics.pick_evenly(drawn, layers_shown):
-            title = panel_title(f"layer {layer}", size, len(groups) > 1)
-            panels.append(_layer_panel(section, title, rows[layer]))
-    caption = (
-        "Singular values of B relative to a head's largest, from the first to the d_head-th; mean"
-        f" over the heads of a layer and over runs ({format_n(counts)}). Thick: end of training;"
-        " thin: initialization. A line that falls early means a low effective rank."
-    )
-    return Chart("spectra", "Spectra of the QK circuit", caption, panels)
-
-
-def _spectrum_rows(arm: HeadMetrics, when: str, values_K: np.ndarray) -> list[Spec]:
-    name = arm.entry.name
-    row = {"arm": name, "variant": arm.entry.arm.variant, "when": when, "line": f"{name} {when}"}
-    shown = thin([*range(1, len(values_K) + 1)], _MAX_VALUES)
-    return [
-        row | {"i": i, "value": round_digits(float(values_K[i - 1]), 3)}
-        for i in shown
-        if _MIN_VALUE <= values_K[i - 1] < math.inf
-    ]
-
-
-def _lines(section: Section, least: float | None = None) -> Spec:
-    """Return the encoding of spectra, on axes down to the least value."""
-    domain = {} if least is None else {"domain": [least, 1]}
-    x = base.log_axis("i", "singular value, the largest first")
-    y = base.log_axis("value", "relative to the largest", "~g", **domain)
-    return {"x": x, "y": y, "detail": {"field": "line"}} | base.by_variant(section, "color")
-
-
-def _make_panel(title: str, rows: list[Spec], lines: Spec, layers: list[Spec]) -> ChartPanel:
-    """Return a panel of lines, with invisible points as targets of tooltips."""
-    when = "tokens" if "tokens" in rows[0] else ""
-    tooltip = base.make_tooltip(
-        arm="", when=when, i="singular value", value="relative to the largest"
-    )
-    points = base.make_layer("point", lines | {"tooltip": tooltip}, size=70, opacity=0, filled=True)
-    return base.make_panel(title, rows, [*layers, points], 200)
-
-
-def _layer_panel(section: Section, title: str, rows: list[Spec]) -> ChartPanel:
-    lines = _lines(section) | base.by_variant(section, "dash")
-    layers = [
-        base.make_layer("line", lines, shown, strokeWidth=width, opacity=opacity)
-        for when, width, opacity in (("start", 1, 0.55), ("end", 2.5, 1))
-        if (shown := [row for row in rows if row["when"] == when])
-    ]
-    return _make_panel(title, rows, lines, layers)
-
-
-def spectra_by_tokens_chart(section: Section) -> Chart:
-    """Chart the singular values of B during training, one panel per arm, averaged over layers."""
-    by_title, counts = dict[str, list[Spec]](), list[int]()
-    for size, group in head_groups(section):
-        for arm in group:
-            rows: list[Spec] = []
-            times = head_metrics.pick_evenly(arm.tokens, _MAX_TIMES)
-            for number, tokens in enumerate(times, 1):
-                if arrays := arm.at(SPECTRUM, tokens):
-                    counts.append(len(arrays))
-                    values_K = nan_mean(head_metrics.relative_spectra(arrays), axis=0)
-                    age = {"tokens": tokens, "age": number / len(times)}
-                    spectrum = _spectrum_rows(arm, format_short(tokens), values_K)
-                    rows += [row | age for row in spectrum]
-            if len({row["when"] for row in rows}) > 2:  # start and end are drawn by layer
-                by_title[panel_title(arm.entry.arm.variant, size, several=True)] = rows
-    shown = dict([*by_title.items()][:_MAX_PANELS])
-    least = min((row["value"] for rows in shown.values() for row in rows), default=1.0)
-    shade: Spec = {"field": "age", "type": "quantitative", "legend": None}
-    shade |= {"scale": {"domain": [0, 1], "range": [0.1, 1]}}
-    lines = _lines(section, least)
-    layers = [base.make_layer("line", lines | {"opacity": shade}, strokeWidth=2)]
-    panels = [_make_panel(title, rows, lines, layers) for title, rows in shown.items()]
-    caption = (
-        f"Singular values of B as above, mean over layers, heads and runs ({format_n(counts)}), at"
-        f" up to {_MAX_TIMES} times during training: faint early, strong late."
-    )
-    if len(shown) < len(by_title):
-        caption += f" Only the first {_MAX_PANELS} of {len(by_title)} arms are shown."
-    return Chart("spectra-training", "Spectra during training", caption, panels)

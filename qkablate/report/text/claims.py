@@ -151,7 +151,7 @@ def _format_details(judged: PartJudgement, alpha: float) -> str:
             f"sign flip p {sample.sign_flip:.4f}",
         ]
     if spec.of == "gap" and spec.horizon != "growth" and spec.than is None:
-        text.append(f"perplexity {perplexity_percent(sample.mean):+.2f} %")
+        text.append(f"perplexity {perplexity_percent(sample.mean):+z.2f} %")
     for gap in [gap for gap in judged.gaps if gap.arm.chance is not None]:  # on tasks
         answers = [e.exact if spec.of == "exact" else e.accuracy for e in gap.sides]
         arm, baseline, chance = (format_known(x, ".1%") for x in [*answers, gap.arm.chance])

@@ -55,13 +55,15 @@ def sparkline(values: list[float]) -> str:
     return "".join(_BARS[min(7, int(8 * value / largest))] for value in values)
 
 
-def print_attention(text: dict[str, Any], layer: int, head: int) -> None:
-    """Print the three largest attention weights of each token."""
-    print(f"\nLargest attention weights, layer {layer}, head {head}")
-    tokens = [sanitize(repr(token)) for token in text["tokens"]]
+def print_attention(
+    weights_TS: list[list[float | None]], queries: list[str], keys: list[str], *, causal: bool
+) -> None:
+    """Print the three largest attention weights of each query."""
+    queries, keys = ([sanitize(repr(token)) for token in tokens] for tokens in (queries, keys))
     rows = []
-    for query, weights in enumerate(text["attention"][layer][head]):
-        order = sorted(range(query + 1), key=lambda j: -(weights[j] or 0))[:3]
-        largest = [f"{tokens[j]} at {j}: {format_number(weights[j])}" for j in order]
-        rows.append([str(query), tokens[query], *(largest + [""] * 3)[:3]])
+    for query, weights in enumerate(weights_TS):
+        visible = range(query + 1 if causal else len(keys))
+        order = sorted(visible, key=lambda j: -(weights[j] or 0))[:3]
+        largest = [f"{keys[j]} at {j}: {format_number(weights[j])}" for j in order]
+        rows.append([str(query), queries[query], *(largest + [""] * 3)[:3]])
     print_table(["at", "token", "1st", "2nd", "3rd"], rows, left=5)

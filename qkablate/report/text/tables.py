@@ -77,7 +77,7 @@ def _gap_table(gaps: list[GapSummary], floor: NoiseFloor, summary: StudySummary)
         cells = [gap.arm, format_known(gap.mean, format_nats), format_gap_interval(gap)]
         cells += [gap.short_verdict, format_p(gap.p_holm), str(gap.n)]
         cells += [format_percent_more(gap.params_percent)]
-        cells += [format_known(gap.perplexity_percent, "{:+.2f} %".format)]
+        cells += [format_known(gap.perplexity_percent, "{:+z.2f} %".format)]
         if has_documents:
             cells.append(format_known(gap.document_error and gap.document_error.se))
         cells += [format_known(gap.detectable)]
@@ -125,8 +125,8 @@ def _gap_notes(gaps: list[GapSummary], floor: NoiseFloor) -> list[str]:
     if any(gap.n < least for gap in gaps):
         notes.append(f"the sign-flip test can reject from n = {least} on ({comparisons})")
     if known := [gap.correlation for gap in gaps if gap.correlation is not None]:
-        to = f" to {max(known):+.2f}" if len(known) > 1 else ""
-        notes.append(f"correlation of the pairs: {min(known):+.2f}{to}")
+        to = f" to {max(known):+z.2f}" if len(known) > 1 else ""
+        notes.append(f"correlation of the pairs: {min(known):+z.2f}{to}")
     if any(gap.document_error for gap in gaps):
         notes.append(
             "the interval takes the test text as given; SE over documents: what another choice of"

@@ -1,7 +1,8 @@
 """The resolved arms of a grid: config, data and size of the model that some overrides make."""
 
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field, replace
 
 from qkablate.config import Config
 from qkablate.data import Data, open_data
@@ -83,3 +84,25 @@ class ArmResolver:
             data.check_context(model.context)
             self._data[key] = data
         return self._data[key]
+
+
+def share_test_tokens(arms: Iterable[Arm]) -> list[Arm]:
+    """Return the arms; on the same data, all read as much of the test split as the longest.
+
+    By default a short run reads less, but losses of different documents could not be compared.
+    """
+    arms = list(arms)
+    budgets: dict[str, set[int]] = defaultdict(set)
+    for arm in arms:
+        budgets[arm.facts["data_fingerprint"]].add(int(arm.config.train.test_tokens))
+    return [_with_test_tokens(arm, budgets[arm.facts["data_fingerprint"]]) for arm in arms]
+
+
+def _with_test_tokens(arm: Arm, budgets: set[int]) -> Arm:
+    """Return an arm with the largest of several budgets, unless the user has given its own."""
+    if len(budgets) == 1 or arm.overrides.get("train.test_tokens", "auto") != "auto":
+        return arm
+    most = max(budgets)
+    train = replace(arm.config.train, test_tokens=most)
+    overrides = {**arm.overrides, "train.test_tokens": str(most)}
+    return replace(arm, config=replace(arm.config, train=train), overrides=overrides)

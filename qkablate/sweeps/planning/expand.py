@@ -13,10 +13,10 @@ from pathlib import Path
 from typing import Any
 
 from qkablate.config import KEYS, Config, ControlConfig, GridConfig, flatten
-from qkablate.config.sweep import as_quoted, list_also
+from qkablate.config.sweep import as_quoted, fixes_length, list_also
 from qkablate.errors import ImpossibleConfig, UserError
 from qkablate.runs.run import LABEL_KEYS
-from qkablate.sweeps.planning.arms import ArmResolver, Overrides
+from qkablate.sweeps.planning.arms import ArmResolver, Overrides, share_test_tokens
 from qkablate.sweeps.planning.control import ControlOutOfReach, match_baseline
 from qkablate.sweeps.planning.manifest import (
     FLOOR,
@@ -110,7 +110,7 @@ class _Expansion:
             self._add_floors()
         arms = {
             arm.name: dataclasses.replace(arm, baseline=None) if arm.baseline == arm.name else arm
-            for arm in self.arms.values()
+            for arm in share_test_tokens(self.arms.values())
         }
         if settings.tune:
             typed = self.grid.choices.get("optim.lr", [])
@@ -128,6 +128,7 @@ class _Expansion:
             excluded=excluded,
             command=command,
             combinations=None if settings.design == "grid" else (len(combinations), whole),
+            fixes_length=fixes_length(settings),
         )
 
     def _with_also(self, arms: list[Overrides]) -> list[Overrides]:

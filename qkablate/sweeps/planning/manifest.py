@@ -170,6 +170,7 @@ class Manifest:
     command: list[str] = field(default_factory=list)
     # Combinations of the axes that are compared, and those of the whole grid.
     combinations: tuple[int, int] | None = None  # None: the whole grid is
+    fixes_length: bool = False  # a length of runs is given by sweep.also or a predicate
 
     @functools.cached_property
     def id(self) -> str:

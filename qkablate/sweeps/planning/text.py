@@ -174,10 +174,10 @@ def plan_to_json(
 def _mismatch(arm: Arm, manifest: Manifest) -> str:
     """Format the mismatch to the control's target; in brackets that of parameters without one."""
     if arm.mismatch is not None:
-        return f"{100 * arm.mismatch:+.2f} %"
+        return f"{100 * arm.mismatch:+z.2f} %"
     if arm.baseline is None:
         return ""
-    return f"({100 * (arm.params / manifest.arms[arm.baseline].params - 1):+.1f} %)"
+    return f"({100 * (arm.params / manifest.arms[arm.baseline].params - 1):+z.1f} %)"
 
 
 def _title(arm: Arm) -> str:

@@ -1,14 +1,17 @@
 """Log of a run, read from its folder: config, rows of metrics, result."""
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from qkablate.config import ModelConfig
+from qkablate.config.variant import layer_names
 from qkablate.disk import read_file
 from qkablate.errors import UserError
 from qkablate.runs.records import decode_row, is_number, read_config, read_result, sha256
 from qkablate.runs.run import Run
+from qkablate.strict_json import from_json
 from qkablate.tracking.wandb.run import flatten_row
 
 _SPLITS = ("loss", "bits_per_byte", "accuracy", "exact")  # measures of the result, by split
@@ -72,8 +75,8 @@ def read_run_log(folder: Path) -> RunLog:
         raise UserError(f"'{folder}' is not a run that can be read: it has no id")
     start = (folder / "config.yaml").stat().st_mtime
     contents = [_read(folder / name) for name in ("config.yaml", "metrics.jsonl", "result.json")]
-    lines = contents[1].splitlines()
-    rows = [row for line in lines if (row := _read_row(line, start))]
+    lines, names = contents[1].splitlines(), _layer_names(config)
+    rows = [row for line in lines if (row := _read_row(line, start, names))]
     return RunLog(
         folder=folder,
         attempt=Run(folder.parent.parent, folder.name, "").attempt,
@@ -95,12 +98,20 @@ def _read(path: Path) -> bytes:
         raise UserError(f"'{path}' cannot be read: {error.strerror}") from None
 
 
-def _read_row(line: bytes, start: float) -> Row | None:
+def _layer_names(config: Mapping[str, Any]) -> list[str]:
+    """Return the names of the attention layers; none if the model is not known here."""
+    try:
+        return layer_names(from_json(ModelConfig, config.get("model")))
+    except ValueError:
+        return []
+
+
+def _read_row(line: bytes, start: float, names: Sequence[str]) -> Row | None:
     """Return the numbers of a row; None if it is damaged."""
     try:
         row = decode_row(line)
         step, seconds = row["step"], row.get("seconds", 0.0)
-        metrics = {name: x for name, x in flatten_row(row).items() if is_number(x)}
+        metrics = {name: x for name, x in flatten_row(row, names).items() if is_number(x)}
     except (ValueError, KeyError, AttributeError, TypeError):
         return None
     if type(step) is not int or abs(step) >= 2**63 or not is_number(seconds):

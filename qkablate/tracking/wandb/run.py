@@ -9,7 +9,7 @@ import json
 import os
 import shlex
 import threading
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property, partial
 from pathlib import Path
@@ -40,6 +40,7 @@ BEST: dict[str, Callable[[Iterable[float]], float]] = {
     "val/loss": min,
     "val/bits_per_byte": min,
     "val/accuracy": max,
+    "val/exact": max,
 }
 
 
@@ -82,8 +83,9 @@ class WandbRun:
         folder: Path,
         config: dict[str, Any],
         note: Callable[[str], None],
+        layers: Sequence[str] = (),  # names of the attention layers
     ) -> None:
-        self._note, self._identity = note, identity
+        self._note, self._identity, self._layers = note, identity, layers
         self._run: Any = None
         self._file: Path | None = None  # W&B's log, which online sessions write, too
         self._finish_timeout = MODEL_SECONDS if tracking.artifacts else FINISH_SECONDS
@@ -116,7 +118,7 @@ class WandbRun:
         if self._run is None:
             return
         try:
-            self._run.log(flatten_row(row), step=row["step"])
+            self._run.log(flatten_row(row, self._layers), step=row["step"])
             for name in _update_best(self._best, row):
                 self._run.summary[name] = {BEST[name].__name__: self._best[name], "last": row[name]}
         except Exception as error:
@@ -244,15 +246,19 @@ class WandbRun:
         os.environ.pop(SERVICE_VARIABLE, None)  # a shared service must not be used again, either
 
 
-def flatten_row(row: dict[str, Any]) -> dict[str, Any]:
-    """Return a row with diagnostics as means over heads, as qk/stable_rank/L0, without spectra."""
+def flatten_row(row: dict[str, Any], names: Sequence[str] = ()) -> dict[str, Any]:
+    """Return a row with diagnostics as means over heads, as qk/stable_rank/L0, without spectra.
+
+    Layers may have other `names`, such as encoder_L0.
+    """
     flat = {name: value for name, value in row.items() if name != "diagnostics"}
     for part, measures in row.get("diagnostics", {}).items():
         for name, layers in measures.items():
             for layer, heads in enumerate(layers):
                 values = [value for value in heads or () if isinstance(value, float)]
                 if values:
-                    flat[f"{part}/{name}/L{layer}"] = sum(values) / len(values)
+                    label = names[layer] if layer < len(names) else f"L{layer}"
+                    flat[f"{part}/{name}/{label}"] = sum(values) / len(values)
     return flat
 
 

@@ -54,7 +54,8 @@ def record_attention(plan: RunPlan, write: Callable[..., None], model: Model, st
     try:
         # In full precision, as `qkablate inspect` computes it.
         with torch.autocast(config.device.partition(":")[0], enabled=False):
-            a_LHTT = attention_weights(model, tokens_T.to(config.device)).cpu().numpy()
+            weights = attention_weights(model, tokens_T.to(config.device))
+            a_LHTT = torch.stack(weights).cpu().numpy()
     finally:
         model.train(training)
     if np.isfinite(a_LHTT).all():  # otherwise the loop will report divergence
@@ -66,7 +67,8 @@ def record_attention(plan: RunPlan, write: Callable[..., None], model: Model, st
 def validation_inputs(data: Data, context: int) -> tuple[Tensor, ...]:
     """Return the first inputs of the validation split: tokens_NT, or a source before them."""
     # Complete windows only: an evaluation batch would be padded.
-    count = max(1, min(TOKENS // min(context, LENGTH), (data.tokens["val"] - 1) // context))
+    count = max(2, TOKENS // min(context, LENGTH))
+    count = max(1, min(count, (data.tokens["val"] - 1) // context))
     batch = next(iter(data.split_batches("val", batch_size=count, context=context)))
     return tuple(tokens_NT[:, :LENGTH] for tokens_NT in batch.inputs)
 

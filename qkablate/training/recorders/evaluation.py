@@ -1,9 +1,10 @@
-"""Evaluation of a model on a whole split, and its predictions at fixed positions of one.
+"""Evaluation of a model on a split or a part of it, and its predictions at fixed positions of one.
 
 Both draw no random numbers. Shape suffixes: N windows, T context, P positions, V vocabulary.
 """
 
 import hashlib
+import math
 from collections.abc import Callable
 from functools import partial
 
@@ -11,6 +12,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from qkablate.config import read_limit
 from qkablate.data import IGNORE, Batch, EvalMetrics
 from qkablate.data.batches import evenly_spaced
 from qkablate.models.base import Model
@@ -24,21 +26,25 @@ from qkablate.training.step import TrainStep
 # Tokens per forward pass; on a CPU larger batches are no faster.
 EVAL_TOKENS = {"cpu": 4096, "cuda": 8192, "mps": 8192}
 EVAL_LOGITS = 2**25  # upper bound on the logits of a forward pass
-TOKENS = 4096  # read for the predictions
+TOKENS, WINDOWS = 1024, 8  # read for the predictions, whichever is more
 
 
 @torch.no_grad()
 def evaluate_split(
     plan: RunPlan, step: TrainStep, split: str, check_stop: Callable[[], None]
 ) -> EvalMetrics:
-    """Return the sums over the test split or a part of another; `check_stop` may raise."""
+    """Return the sums over a split or a part of it; `check_stop` may raise."""
     config, data = plan.config, plan.data
     device, context = config.device, config.model.context
     tokens = EVAL_TOKENS[device.partition(":")[0]]
     at_once = min(tokens, int(EVAL_LOGITS / data.vocabulary / data.answer_fraction))
-    size = max(1, at_once // context)
-    # Answers are made of the test split: however short the run, all of it is read.
-    limit = None if split == "test" else int(config.train.eval_tokens)
+    size, limit = max(1, at_once // context), read_limit(config, split)
+    if limit is not None:
+        read = data.test_tokens(limit) if split == "test" else limit
+        windows = math.ceil(read / context)
+        # Little padding. Longer readings of validation keep the size, on which last bits depend.
+        parts = math.ceil(windows / size) if split == "test" else 1
+        size = min(size, math.ceil(windows / parts))
     totals = EvalMetrics()
     step.model.eval()
     try:
@@ -74,7 +80,7 @@ class PredictionRecorder:
         self.parts: list[list[Tensor]] = []
         if not (count and predictions.recorded_steps(plan.config)):
             return
-        windows = max(1, min(count, TOKENS // context))
+        windows = min(count, max(WINDOWS, TOKENS // context))
         batch = plan.data.sample("val", count=windows, context=context)
         rows_P, columns_P = find_answer_positions(batch, count)
         digest = hashlib.sha256()

@@ -185,6 +185,19 @@ def test_runs_on_different_data_are_unpaired(cached_world):
     assert all("different data" in line for line in found.unpaired)
 
 
+def test_runs_that_read_other_parts_of_the_test_split_are_unpaired(cached_world):
+    world = cached_world(*PAIR).finish(loss_of)
+    for run in world.runs():
+        if run.changes["seed"] == 1 or (variant(run) == "no_q" and run.changes["seed"] == 3):
+            world.write(run, {"test_tokens": 6144, "loss": {"val": 9.0, "test": loss_of(run)}})
+    found = only_gap(world)
+    assert [dict(key)["seed"] for key in found.pairs] == [0, 1, 2]  # seed 1: both the same part
+    assert found.unpaired == [
+        "s3: their test losses are of 6,144 tokens and of the whole split;"
+        " train.test_tokens=all reads all"
+    ]
+
+
 def test_tuning_runs_never_enter_gaps(cached_world):
     """Not even where one of them says that it read the test split."""
 

@@ -152,6 +152,16 @@ def test_validation_losses_of_other_tokens_have_no_gap(make):
     assert comparison.loss["val"] == (2.25, 2.25)
 
 
+def test_test_losses_of_other_tokens_have_no_gap(make):
+    one, other = make("one", result={**RESULT, "test_tokens": 64}), make("other")
+    comparison = compare_runs(one, other)
+    assert {*comparison.gap} == {"train", "val"}
+    assert "of 64 tokens and of the whole split" in comparison.unequal_tests
+    same = compare_runs(one, make("same", result={**RESULT, "test_tokens": 64}))
+    assert "test" in same.gap
+    assert not same.unequal_tests
+
+
 @pytest.mark.parametrize(
     "result",
     [

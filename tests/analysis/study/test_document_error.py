@@ -1,6 +1,7 @@
 """Standard error of a gap over documents, from arrays and from the files of runs."""
 
 import dataclasses
+import json
 
 import numpy as np
 import pytest
@@ -116,6 +117,15 @@ def test_audit_warns_where_documents_matter(measured):
     check = audited(measured, margin=1.0)
     assert check.state == WARNING
     assert "half width" in check.message  # all seeds agree, so the interval is narrow
+
+
+def test_audit_names_what_reads_more_documents(measured):
+    record(measured, 0.03)
+    assert "raise data.test_tokens" in audited(measured, margin=0.01).message
+    for run in measured.runs():
+        path = measured.run_folder(run) / "result.json"
+        path.write_text(json.dumps(json.loads(path.read_text()) | {"test_tokens": 64}))
+    assert "train.test_tokens=all reads more" in audited(measured, margin=0.01).message
 
 
 def test_audit_is_satisfied_where_documents_agree(measured):

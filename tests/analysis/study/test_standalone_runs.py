@@ -105,6 +105,16 @@ def by_name(study):
 # What is one arm, and what is a pair.
 
 
+def test_run_of_a_time_without_test_tokens_is_a_pair_of_one_that_reads_all(run):
+    earlier, other = run("variant=no_q", "train.test_tokens=all"), run("train.test_tokens=all")
+    path = earlier / "config.yaml"
+    content = yaml.safe_load(path.read_text())
+    del content["train"]["test_tokens"]
+    path.write_text(yaml.safe_dump(content))
+    (family,) = find_families(read_standalone_runs([earlier, other]))
+    assert len(family.gaps[0].pairs) == 1
+
+
 def test_runs_of_an_arm_differ_in_their_seed_and_learning_rate_alone(run):
     folders = of_seeds(run, (0, 1), "variant=no_q", gap=0.3) + of_seeds(run, (0, 1))
     study = read_standalone_runs(folders)

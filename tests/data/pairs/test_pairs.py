@@ -202,6 +202,21 @@ def test_sentences_longer_than_the_model_are_counted(write):
             pairs.check_context(context)
 
 
+def test_a_limit_reads_the_first_pairs_of_the_test_split(write):
+    pairs = open_data(write("pairs.tsv", rows_of("tsv", ROWS * 5)), MODEL)
+
+    def read(limit):
+        batches = pairs.split_batches("test", batch_size=1, context=12, limit=limit)
+        return [batch.inputs[0].tolist() for batch in batches]
+
+    whole = read(None)
+    assert len(whole) == len(pairs.splits["test"]) > 2
+    assert read(2 * 12 + 5) == whole[:2]
+    assert read(1) == whole[:1]
+    assert pairs.test_tokens(2 * 12 + 5) == 2 * 12
+    assert read(10**9) == whole
+
+
 def test_batches_hold_padded_pairs(write):
     pairs = open_data(write("pairs.tsv", rows_of("tsv")), MODEL)
     assert pairs.vocabulary == 256

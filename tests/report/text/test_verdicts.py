@@ -28,6 +28,15 @@ def test_decision_is_short_and_its_conditions_are_notes(summary):
     ]
 
 
+def test_no_perplexity_of_zero_has_a_minus_sign(cached_world, section_of):
+    def loss(run):
+        return 2.0 + run.changes["seed"] / 70 - 3e-6 * run.arm.startswith("no_q")
+
+    table = make_tables(section_of(cached_world(*THREE).finish(loss)).summary)[1]
+    column = table.columns.index("perplexity")
+    assert {row[column] for row in table.rows} == {"+0.00 %"}
+
+
 def test_decision_is_on_a_line_of_the_first_block(summary):
     (short,), gaps = make_verdict_tables(summary), make_tables(summary)[1]
     for table in (short, gaps):

@@ -621,3 +621,37 @@ def test_controls_are_named_by_the_adjusted_size(expand):
 def test_mistake_in_design_or_control_is_an_error(expand, words, line):
     with pytest.raises(UserError, match=re.escape(line)):
         expand("variant=no_q", *words)
+
+
+# The test split.
+
+
+def test_arms_of_several_lengths_read_as_much_of_the_test_split_as_the_longest(expand):
+    """Otherwise their losses were of different text, and no gap could be told from that."""
+    words = ["train.batch_size=64", "data.test_tokens=65536"]
+    manifest = expand("train.steps=60,120", "variant=standard,no_q", *words)
+    read = {arm.config.train.test_tokens for arm in manifest.arms.values()}
+    longest = expand("train.steps=120", "variant=standard,no_q", *words)
+    assert read == {arm.config.train.test_tokens for arm in longest.arms.values()}
+    assert ids(longest) < ids(manifest)
+    settings = [dict(arm.overrides) for arm in manifest.arms.values()]
+    for own in settings:
+        del own["train.steps"], own["variant"]
+    assert all(own == settings[0] for own in settings)  # a series differs in its length alone
+    short = expand("train.steps=60", "variant=standard", *words)
+    assert not ids(short) & ids(manifest)
+    assert min(arm.config.train.test_tokens for arm in short.arms.values()) < min(read)
+
+
+def test_arms_repeat_their_share_of_the_test_split_on_the_command_line(expand, base):
+    manifest = expand("train.steps=60,120", "train.batch_size=64")
+    for run in manifest.runs:
+        own = manifest.arms[run.arm].overrides_of(run)
+        given = {word.partition("=")[0] for word in own}
+        words = [*own, *(word for word in base if word.partition("=")[0] not in given)]
+        assert plan_run(compose_jobs(words)[0].config).run.id == run.id
+
+
+def test_a_given_part_of_the_test_split_is_kept(expand):
+    manifest = expand("train.steps=60,120", "train.test_tokens=2000")
+    assert {arm.config.train.test_tokens for arm in manifest.arms.values()} == {2000}

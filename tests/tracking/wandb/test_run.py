@@ -131,6 +131,8 @@ def test_diagnostics_are_sent_as_means_over_heads():
         "attention/entropy/L0": 2.0,
         "attention/entropy/L1": 0.0,
     }
+    names = ["encoder_L0", "cross_L0"]
+    assert flatten_row(row, names)["attention/entropy/cross_L0"] == 0.0
     assert flatten_row({"step": 1, "train/loss": 2.0}) == {"step": 1, "train/loss": 2.0}
 
 

@@ -213,6 +213,50 @@ def test_sharded_run_equals_unsharded(qkablate, torchrun, tiny, alone, tmp_path)
     assert_close(alone, run_folder(tmp_path, "whole"))
 
 
+TRANSLATOR = ("model=nano_translator", "model.layers=1", "model.d_model=16", "model.heads=2")
+TRANSLATOR += ("data.val_tokens=640", "data.test_tokens=640", "train.batch_size=2", "threads=1")
+TRANSLATOR += ("variant=no_q", "variant.sites=encoder+cross", "tracking.wandb=disabled")
+COMMANDS = ("data=commands", "model.source=12", "model.context=49")  # padded
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("data", [("data=reverse",), COMMANDS], ids=lambda words: words[0][5:])
+def test_translator_on_two_processes_equals_one(qkablate, torchrun, tmp_path, data):
+    """Micro-batches of padded pairs have unequally many answers."""
+    words = (*TRANSLATOR, *data, *SHARED)
+    assert qkablate("train", *words, "out=alone").code == 0
+    process = torchrun(*words, "out=both")
+    _, err = process.communicate()
+    assert process.returncode == 0, err
+    alone, both = run_folder(tmp_path, "alone"), run_folder(tmp_path, "both")
+    assert alone.name == both.name
+    assert_close(alone, both)
+    results = [read(folder, "result.json") for folder in (alone, both)]
+    for part in ("loss", "accuracy", "exact"):
+        assert results[1][part] == pytest.approx(results[0][part], rel=1e-5)
+
+
+@pytest.mark.slow
+def test_sharded_translator_resumes_bit_identically(qkablate, torchrun, tmp_path):
+    words = (*TRANSLATOR, *COMMANDS, *SHARED)
+    sharded = ("train.fsdp=true", "train.checkpoint_activations=true")
+    assert qkablate("train", *words, "out=alone").code == 0
+    process = torchrun(*words, *sharded, "out=calm")
+    _, err = process.communicate()
+    assert process.returncode == 0, err
+    calm = run_folder(tmp_path, "calm")
+    assert_close(run_folder(tmp_path, "alone"), calm)
+    process = torchrun(*words, *sharded, "out=rough")
+    after_rows(process, tmp_path, "rough", 12)
+    process.terminate()
+    process.communicate()
+    process = torchrun(*words, *sharded, "out=rough")
+    _, err = process.communicate()
+    assert process.returncode == 0, err
+    assert "resuming from step" in err
+    assert_identical(calm, run_folder(tmp_path, "rough"))
+
+
 @pytest.mark.slow
 def test_ranks_diverge_at_the_same_step(qkablate, torchrun, tiny, tmp_path):
     words = (*tiny, *SHARED, "optim.lr=1000", "optim.clip=0", "model.norm=none")

@@ -185,7 +185,7 @@ def test_map_is_the_models_attention_on_the_first_validation_tokens(qkablate, ti
     (split,) = (tmp_path / "cache").glob("*/val.bin")
     assert tokens_T.tolist() == np.fromfile(split, np.uint8)[: len(tokens_T)].tolist()
     model = restore.restore(folder).model
-    expected = attention_weights(model, torch.from_numpy(tokens_T)).numpy()
+    expected = torch.stack(attention_weights(model, torch.from_numpy(tokens_T))).numpy()
     assert a_LHTT.shape == expected.shape
     assert np.abs(a_LHTT / 255 - expected).max() <= 0.5 / 255 + 1e-5
 

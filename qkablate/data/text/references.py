@@ -1,8 +1,8 @@
 """Losses on text without any attention: Witten-Bell n-grams and a general compressor.
 
-Both learn from the beginning of the training split and are measured on the whole test split, in
-nats per token. They are computed when the first run on a text ends, and kept with the prepared
-data: neither the start of a run nor its training waits for them.
+Both learn from the beginning of the training split and are measured on as much of the test split
+as the run reads, in nats per token. They are computed when the first run on a text ends, and kept
+with the prepared data: neither the start of a run nor its training waits for them.
 """
 
 import json
@@ -33,25 +33,33 @@ class MeasuredReferences:
     format: int
     data_fingerprint: str
     tokens: int  # that they learned from
+    test_tokens: int
     ngram: list[float]  # of orders 1 to 5
     lzma: float | None  # None where the text of the tokens is not available
 
 
-def measure_text_references(corpus: Corpus, tokens: int) -> MeasuredReferences:
-    """Return the losses after learning from at most `tokens` tokens, from the cache if possible."""
+def measure_text_references(
+    corpus: Corpus, tokens: int, limit: int | None = None
+) -> MeasuredReferences:
+    """Return the losses after learning from at most `tokens` tokens, from the cache if possible.
+
+    They are those of the test split, or of what a run with this `limit` reads of it.
+    """
+    test_tokens = corpus.test_tokens(limit)
     tokens = min(tokens, corpus.tokens["train"], MAX_TRAIN_TOKENS)
-    path = corpus.folder / f"references-{tokens}.json"
+    path = corpus.folder / f"references-{tokens}-{test_tokens}.json"
     with ExitStack() as stack:
         # Runs that end together measure once; a read-only cache has no lock.
         with suppress(OSError):
             stack.enter_context(hold_lock(corpus.folder / "references.lock"))
         if (cached := _read(path, corpus.fingerprint)) is not None:
             return cached
-        train, test = corpus.split("train")[:tokens], corpus.split("test")
+        train, test = corpus.split("train")[:tokens], corpus.split("test")[:test_tokens]
         measured = MeasuredReferences(
             format=_FORMAT,
             data_fingerprint=corpus.fingerprint,
             tokens=tokens,
+            test_tokens=test_tokens,
             ngram=ngram_losses(train, test, corpus.vocabulary),
             lzma=_lzma_loss(corpus, train, test),
         )
