@@ -416,6 +416,17 @@ TRANSLATOR = ["model=nano_translator", "data=reverse"]
         (["variant.sites=''"], "variant.sites: '' is not a site of model.form=encoder_decoder"),
         (["model=nano", "variant.sites=cross"], "(allowed: all, decoder)"),
         (["model=nano", "model.encoder_layers=2"], "model.encoder_layers: model.form=decoder has"),
+        (["model=nano", "model.encoder_d_model=8"], "model.encoder_d_model: model.form=decoder"),
+        (["model.encoder_d_model=66"], "divide model.encoder_d_model=66 (allowed: 1, 2)"),
+        (["model.encoder_d_model=4", "model.mlp_ratio=0.1"], "leaves the encoder's MLP without"),
+        (
+            ["model.encoder_d_model=32", "variant=shared_qk"],
+            "cross-attention reads streams of widths 64 and 32; choose other variant.sites",
+        ),
+        (
+            ["model.encoder_d_model=32", "variant.init=symmetric"],
+            "needs both in one shape; here cross-attention reads streams of widths 64 and 32",
+        ),
         (["model=nano", "model.source=8"], "model.source: model.form=decoder has none; only enc"),
         (["model=nano_encoder", "model.source=8"], "model.source: model.form=encoder has none"),
         (["model=nano_encoder", "model.position=alibi"], "which model.form=encoder needs; use lea"),

@@ -50,6 +50,7 @@ from qkablate.config.variant import (
     config_names,
     list_divisors,
     resolve_variant,
+    stream_width,
     variants,
 )
 from qkablate.errors import ImpossibleConfig, UserError, not_one_of, reject_secrets
@@ -90,6 +91,7 @@ __all__ = [
     "read_limit",
     "resolve",
     "resolve_variant",
+    "stream_width",
     "to_typed",
     "variants",
 ]
@@ -177,13 +179,23 @@ def _check_form(model: ModelConfig) -> None:
     """Check the keys that only some forms of the model have."""
     form = model.form
     if form != "encoder_decoder":
-        for name in ("encoder_layers", "source"):
+        for name in ("encoder_layers", "encoder_d_model", "source"):
             if getattr(model, name) is not None:
                 raise ImpossibleConfig(
                     f"model.{name}: model.form={form} has none; only encoder_decoder has"
                 )
     elif not model.attention_skip:
         raise ImpossibleConfig("model.attention_skip: model.form=encoder_decoder needs it")
+    width = stream_width(model, "encoder")
+    if width % model.heads:
+        raise ImpossibleConfig(
+            f"model.heads: {model.heads} does not divide model.encoder_d_model={width}"
+            f" (allowed: {list_divisors(math.gcd(width, model.d_model))})"
+        )
+    if model.mlp_ratio and round(model.mlp_ratio * width) < 1:
+        raise ImpossibleConfig(
+            f"model.mlp_ratio: {model.mlp_ratio} leaves the encoder's MLP without a single unit"
+        )
     if form != "decoder" and model.position == "alibi":
         raise ImpossibleConfig(
             "model.position: alibi does not tell what comes before from what comes after, which"
@@ -233,9 +245,13 @@ def resolve(config: Config) -> Config:
     if test_tokens == "auto":
         test_tokens = test_budget
     every = eval_every if config.diagnostics.every == "auto" else config.diagnostics.every
+    model = config.model
+    if model.encoder_d_model == model.d_model:
+        model = dataclasses.replace(model, encoder_d_model=None)
     return dataclasses.replace(
         config,
         data=data,
+        model=model,
         variant=resolve_variant(config.variant, config.model),
         train=dataclasses.replace(
             train,
