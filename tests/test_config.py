@@ -382,6 +382,8 @@ def test_variant_name_describes_its_circuits(overrides, name):
             "'byte' (nearest: bytes) is not one of bytes, chars, bpe, gpt2, cl100k_base, o2",
         ),
         ("data.tokenizer=null", "data.tokenizer: data=stdlib needs a value"),
+        ("data.tokenizer=words", "data.tokenizer: words given, but data=stdlib has no tags of wo"),
+        ("data.objective=mml", "data.objective: 'mml' (nearest: mlm) is not one of causal, mlm"),
         ("data.vocab_size=512", "data.vocab_size: only data.tokenizer=bpe has this key"),
         ("data.pairs=4", "data.pairs: data=stdlib has no such key; it has tokenizer, vocab_size"),
         ("data.max_tokens=0", "data.max_tokens: 0 is not 1 or more"),
@@ -452,6 +454,9 @@ def test_mistakes_in_a_composed_config_are_the_same(override):
 @pytest.mark.parametrize(
     ("overrides", "line"),
     [
+        ("data=stdlib_tags data.tokenizer=bpe", "bpe given, but data=stdlib_tags needs words"),
+        ("data=stdlib_tags data.vocab_size=9", "data.vocab_size: words needs at least 257: that"),
+        ("data=stdlib_tags data.objective=mlm", "data.objective: data=stdlib_tags has no such key"),
         ("data=recall data.tokenizer=chars", "data.tokenizer: data=recall has no such key; it has"),
         ("data=recall data.segment=4", "data.segment: data=recall has no such key"),
         ("data=recall data.pairs=null", "data.pairs: data=recall needs a number"),
@@ -472,9 +477,10 @@ def test_keys_of_other_sources_are_rejected(overrides, line):
     assert line in str(error.value)
 
 
-def test_bpe_has_a_default_vocabulary_size():
+def test_learned_tokenizers_have_a_default_vocabulary_size():
     assert checked("data.tokenizer=bpe").data.vocab_size == 8192
     assert checked("data.tokenizer=bpe", "data.vocab_size=512").data.vocab_size == 512
+    assert checked("data=stdlib_tags", "data.vocab_size=null").data.vocab_size == 2048
     assert checked().data.vocab_size is None
 
 

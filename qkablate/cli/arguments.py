@@ -245,11 +245,11 @@ def restore_run(run: str, values: Mapping[str, str], step: int | None = None) ->
 
 def propose_sample(config: "Config", words: list[str]) -> list[str]:
     """Return the command that shows what a run has learned: a sample, or the task's description."""
-    from qkablate.config import TEXT_SOURCES
+    from qkablate.config.data import is_causal_text
 
     if config.model.form == "encoder_decoder":
         return ["sample", *words, "--split", "test"]
-    if config.data.source in TEXT_SOURCES:
+    if is_causal_text(config.data):
         return ["sample", *words]
     if config.model.form == "decoder":
         return ["data", "info", f"data={config.data.source}"]

@@ -17,8 +17,7 @@ from qkablate.errors import UserError
 from qkablate.table import format_bytes, format_count, print_json, print_next_commands, print_table
 
 if TYPE_CHECKING:
-    from qkablate.data import Data, Task
-    from qkablate.data.batches import Batch
+    from qkablate.data import Data
     from qkablate.data.corpus import CorpusManifest
 
 HELP = """qkablate data: list, prepare, describe and show data sets.
@@ -31,9 +30,9 @@ Usage: qkablate data list [--json]
   list     all texts and tasks, and what is prepared on this machine
   prepare  convert text to tokens on disk, once; train does so itself if needed
   info     source, splits, counts, tokenizer, fingerprint
-  show     windows as the model receives them: text, the sequences of a task
-           with their answers, or source and target of its pairs for a model
-           with an encoder
+  show     windows as the model receives them: text (▒: masked), the sequences
+           of a task with their answers, or source and target of its pairs for
+           a model with an encoder, or words with their tags
 
 Keys are those of `qkablate train`: data=NAME and all of data.*, model.*, seed.
 
@@ -143,7 +142,7 @@ def _format_row(row: dict[str, Any]) -> list[str]:
 
 
 def _prepare(words: list[str], args: Namespace) -> None:
-    from qkablate.data import TASKS, Pairs, Task, open_data
+    from qkablate.data import TASKS, Corpus, Task, open_data
     from qkablate.data.corpus import is_prepared
 
     planned = compose_jobs(words)
@@ -158,7 +157,7 @@ def _prepare(words: list[str], args: Namespace) -> None:
         data = open_data(config.data, config.model)
         seconds = time.perf_counter() - start
         assert not isinstance(data, Task)
-        corpus = data.corpus if isinstance(data, Pairs) else data
+        corpus = data if isinstance(data, Corpus) else data.corpus
         print(data.description)
         if was_prepared:
             print("  prepared before")
@@ -210,7 +209,7 @@ def _info(words: list[str], args: Namespace) -> None:
 
 
 def _describe(data: "Data") -> dict[str, Any]:
-    from qkablate.data import Pairs, Task
+    from qkablate.data import MaskedText, Pairs, TaggedSentences, Task
 
     if isinstance(data, Task):
         return {
@@ -224,6 +223,12 @@ def _describe(data: "Data") -> dict[str, Any]:
             "tokens": {split: data.tokens[split] for split in HELD_OUT_SPLITS},
             "fingerprint": data.fingerprint,
         }
+    if isinstance(data, MaskedText):
+        masked = f"{data.answers} of {data.length} tokens; the mask is token {data.mask}"
+        return {**_describe(data.corpus), "masked": masked, "fingerprint": data.fingerprint}
+    if isinstance(data, TaggedSentences):
+        found = {"tags": ", ".join(data.tags.values()), "longest": data.longest()[0]}
+        return {**_describe(data.corpus), **found, "accuracy": data.baselines._asdict()}
     if isinstance(data, Pairs):
         longest = dict(zip(("source", "target"), data.longest(), strict=True))
         return {**_describe(data.corpus), "longest": longest}
@@ -250,8 +255,8 @@ def _format(value: object) -> str:
 
 
 def _show(words: list[str], args: Namespace) -> None:
-    from qkablate.data import IGNORE, Pairs, Task, iterate_windows, tokenizers
-    from qkablate.data.batches import PAD
+    from qkablate.cli.windows import window_formatter
+    from qkablate.data import Task, iterate_windows
 
     split, count = args.split or "train", args.count or 3
     planned = compose_jobs(words)
@@ -261,8 +266,7 @@ def _show(words: list[str], args: Namespace) -> None:
     data = _open(planned[0])
     data.check_context(config.model.context)
     print(data.description)
-    tokenizer = None if isinstance(data, Task) else tokenizers.load_tokenizer(data.tokenizer)
-    has_answers = False
+    format_window, has_answers = window_formatter(data), False
     windows = iterate_windows(
         data,
         split,
@@ -273,47 +277,8 @@ def _show(words: list[str], args: Namespace) -> None:
     )
     for number, (batch, row) in enumerate(itertools.islice(windows, count)):
         print(f"\n{split} {number + 1}")
-        if tokenizer is None:
-            assert isinstance(data, Task)
-            print("\n".join(f"  {line}" for line in _lines(data, batch, row)))
-            has_answers |= batch.positions_NA is not None
-        elif isinstance(data, Pairs):
-            ignored = (PAD, data.end, IGNORE)
-            for mark, part in ((" ", batch.inputs[0][row]), ("→", batch.targets_NA[row])):
-                ids = [token for token in part.tolist() if token not in ignored]
-                print(f"{mark} {_printable(tokenizer.decode(ids).decode('utf-8', 'replace'))}")
-        else:
-            length = int((batch.targets_NA[row] != IGNORE).sum())
-            tokens = batch.tokens_NT[row, :length].tolist()
-            text = tokenizer.decode(tokens).decode("utf-8", "replace")
-            for line in text.split("\n"):
-                print("  " + _printable(line))
+        print("\n".join(format_window(batch, row)))
+        has_answers |= isinstance(data, Task) and batch.positions_NA is not None
     if has_answers:
         print("\na→b: the answer after a is b")
     _print_next("info", planned[0])
-
-
-def _lines(task: "Task", batch: "Batch", number: int) -> list[str]:
-    """Return a sequence with its answers, or the source and the target of a pair."""
-    if task.form == "decoder":
-        return [_sequence(task, batch, number)]
-    texts = (
-        " ".join(task.format_token(t) for t in tokens_NT[number].tolist() if t >= 0)
-        for tokens_NT in (batch.inputs[0], batch.targets_NA)
-    )
-    return [f"source  {next(texts)}", f"target  {next(texts)}"]
-
-
-def _printable(text: str) -> str:
-    """Replace what could control the terminal."""
-    return "".join(c if c.isprintable() or c == "\t" else "�" for c in text)
-
-
-def _sequence(task: "Task", batch: "Batch", number: int) -> str:
-    texts = [task.format_token(token) for token in batch.tokens_NT[number].tolist()]
-    if batch.positions_NA is not None:
-        positions, targets = batch.positions_NA[number].tolist(), batch.targets_NA[number].tolist()
-        for position, target in zip(positions, targets, strict=True):
-            if target >= 0:
-                texts[position] += f"→{task.format_token(target)}"
-    return " ".join(texts)

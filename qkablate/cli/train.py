@@ -168,7 +168,8 @@ def _print_result(result: dict[str, Any], trained: bool, folder: Path) -> None:
         def join(values: dict[str, float], form: str = ".4f") -> str:
             return "   ".join(f"{name} {values[name]:{form}}" for name in splits if name in values)
 
-        print(f"  loss      {join(loss)}   nats per token")
+        kind = "masked token" if result["data"].get("objective") == "mlm" else "token"
+        print(f"  loss      {join(loss)}   nats per {kind}")
         if parts := _format_parts(result):
             print(f"            {parts}")
         if bits["val"] is not None:

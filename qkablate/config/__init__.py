@@ -10,7 +10,13 @@ import re
 from collections.abc import Collection
 from typing import Any
 
-from qkablate.config.data import BPE_SIZE, DATA_KEYS, TEXT_SOURCES, DataConfig, check_data
+from qkablate.config.data import (
+    DATA_KEYS,
+    TEXT_SOURCES,
+    VOCABULARY_SIZES,
+    DataConfig,
+    check_data,
+)
 from qkablate.config.evaluation import EVAL_COST, choose_eval_tokens, read_limit
 from qkablate.config.keys import Role, flatten
 from qkablate.config.schema import (
@@ -209,8 +215,8 @@ def resolve(config: Config) -> Config:
     default_cooldown = 0.2 if optim.schedule == "wsd" else 0.0
     cooldown = default_cooldown if optim.cooldown == "auto" else float(optim.cooldown)
     data = config.data
-    if data.tokenizer == "bpe" and data.vocab_size is None:
-        data = dataclasses.replace(data, vocab_size=BPE_SIZE)
+    if data.vocab_size is None and (size := VOCABULARY_SIZES.get(str(data.tokenizer))):
+        data = dataclasses.replace(data, vocab_size=size)
     parts = max(1, steps // _LEAST_EVAL_EVERY)
     eval_every, eval_tokens, test_tokens = train.eval_every, train.eval_tokens, train.test_tokens
     if eval_every == "auto":

@@ -7,7 +7,7 @@ from qkablate.config.keys import BIG, LOCAL, Role, data_key, key, keys_by_user
 from qkablate.errors import UserError
 
 TEXT_SOURCES = ("stdlib", "text", "hub")
-PAIR_SOURCES = ("stdlib_pairs", "pairs")  # texts of sources and their targets
+PAIR_SOURCES = ("stdlib_pairs", "stdlib_tags", "pairs")  # texts of sources and their targets
 _HUB = ("hub", "pairs")
 _FILES = ("text", "pairs")
 _COPYING = ("copy", "reverse", "sort")
@@ -19,7 +19,7 @@ _SOURCES = (*PREPARED_SOURCES, *_TASKS)
 _OWN_VOCABULARY = ("dyck", *_PADDED_TASKS)
 HELD_OUT_SPLITS = ("val", "test")
 SPLITS = ("train", *HELD_OUT_SPLITS)
-BPE_SIZE = 8192  # where data.vocab_size is null
+VOCABULARY_SIZES = {"bpe": 8192, "words": 2048}  # where data.vocab_size is null
 _PLACE = Role.CONTENT | Role.ARM | Role.FINETUNE
 
 
@@ -54,18 +54,24 @@ class DataConfig:
     )
     tokenizer: str | None = data_key(
         "bytes",
-        "bytes, chars, bpe, gpt2, cl100k_base, o200k_base",
-        choices=("bytes", "chars", "bpe", "gpt2", "cl100k_base", "o200k_base"),
+        "bytes, chars, bpe, gpt2, cl100k_base, o200k_base; words for stdlib_tags",
+        choices=("bytes", "chars", "bpe", "gpt2", "cl100k_base", "o200k_base", "words"),
         used_by=PREPARED_SOURCES,
     )
     vocab_size: int | None = data_key(
         None,
-        "vocabulary of bpe (null: 8192) or of a task",
+        "vocabulary of bpe (null: 8192), of words (null: 2048) or of a task",
         bounds=(2, 2**24),
         used_by=tuple(source for source in _SOURCES if source not in _OWN_VOCABULARY),
     )
     max_tokens: int | None = data_key(
         None, "tokens to train on at most", bounds=(1, BIG), used_by=TEXT_SOURCES
+    )
+    objective: str | None = data_key(
+        None,
+        "causal: predict the next token; mlm: masked tokens, for model.form=encoder; null: causal",
+        choices=("causal", "mlm"),
+        used_by=TEXT_SOURCES,
     )
     pairs: int | None = data_key(
         None, "key-value pairs per sequence, at most", bounds=(1, 2**20), used_by=("recall",)
@@ -116,6 +122,16 @@ DATA_KEYS = keys_by_user(DataConfig, _SOURCES)
 _NEEDED = {"text": ("path", "FILE_OR_FOLDER"), "hub": ("name", "NAME_ON_THE_HUB")}
 
 
+def has_masks(data: DataConfig) -> bool:
+    """Return whether a text's masked tokens are predicted, each from both sides."""
+    return data.objective == "mlm"
+
+
+def is_causal_text(data: DataConfig) -> bool:
+    """Return whether each token of a text is predicted from those before, as n-grams do it."""
+    return data.source in TEXT_SOURCES and not has_masks(data)
+
+
 def check_data(data: DataConfig) -> None:
     """Check that every key given belongs to the source, and that no key it needs is missing."""
     source = data.source
@@ -139,19 +155,30 @@ def check_data(data: DataConfig) -> None:
     for name in ("tokenizer", "cache"):
         if not getattr(data, name):
             raise UserError(f"data.{name}: data={source} needs a value")
-    if data.vocab_size is not None and data.tokenizer != "bpe":
-        raise UserError(
-            "data.vocab_size: only data.tokenizer=bpe has this key;"
-            f" the vocabulary of data.tokenizer={data.tokenizer} is fixed"
-        )
-    if data.vocab_size is not None and data.vocab_size < 257:
-        raise UserError(
-            "data.vocab_size: bpe needs at least 257: 256 bytes and the end of a document"
-        )
+    _check_tokenizer(data)
     try:
         re.compile(data.document_start or "")
     except re.error as error:
         raise UserError(f"data.document_start: not a regular expression: {error}") from None
+
+
+def _check_tokenizer(data: DataConfig) -> None:
+    """Check that the tokenizer is one of the source, and that it has room for its tokens."""
+    if (data.tokenizer == "words") != (data.source == "stdlib_tags"):
+        needed = "needs words" if data.source == "stdlib_tags" else "has no tags of words"
+        raise UserError(f"data.tokenizer: {data.tokenizer} given, but data={data.source} {needed}")
+    if data.vocab_size is None:
+        return
+    if data.tokenizer not in VOCABULARY_SIZES:
+        raise UserError(
+            "data.vocab_size: only data.tokenizer=bpe has this key;"
+            f" the vocabulary of data.tokenizer={data.tokenizer} is fixed"
+        )
+    if data.vocab_size < 257:
+        reason = "that every tag is a token"
+        if data.tokenizer == "bpe":
+            reason = "256 bytes and the end of a document"
+        raise UserError(f"data.vocab_size: {data.tokenizer} needs at least 257: {reason}")
 
 
 def _check_pairs(data: DataConfig) -> None:

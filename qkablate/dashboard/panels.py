@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from qkablate.config import Config
-from qkablate.config.data import PAIR_SOURCES
+from qkablate.config.data import PAIR_SOURCES, is_causal_text
 
 # Diagnostics of a circuit, as the mean over the heads of each layer: `qk/moved/L0`, or
 # `qk/moved/cross_L0` where a model has several sites.
@@ -63,9 +63,12 @@ class PanelFactory:
     def losses(self) -> Sequence[Any]:
         from qkablate.data.tasks import TASKS
 
-        answers = {config.data.source in (*TASKS, *PAIR_SOURCES) for config in self._configs}
-        besides = ["val/bits_per_byte"] * (False in answers)
-        besides += ["val/accuracy", "val/exact"] * (True in answers)
+        causal = {is_causal_text(config.data) for config in self._configs}
+        besides = ["val/bits_per_byte"] * (True in causal) + ["val/accuracy"] * (False in causal)
+        has_sequences = any(
+            config.data.source in (*TASKS, *PAIR_SOURCES) for config in self._configs
+        )
+        besides += ["val/exact"] * has_sequences
         return [
             self._curve("Validation loss", "val/loss", x="tokens"),
             self._curve("Training loss", "train/loss", x="tokens"),

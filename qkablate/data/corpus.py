@@ -11,7 +11,7 @@ import functools
 import json
 import os
 import shutil
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
@@ -259,11 +259,17 @@ def load_corpus(folder: Path) -> Corpus:
     return corpus
 
 
-def find_corpus(fingerprint: str, cache: Path) -> Corpus | None:
-    """Return the corpus of a cache with these tokens, if any."""
+def find_corpus(
+    fingerprint: str, cache: Path, derive: Callable[[str], str] | None = None
+) -> Corpus | None:
+    """Return the corpus of a cache with these tokens, if any.
+
+    The fingerprint may be one that is derived from the corpus's own.
+    """
     for path in sorted(cache.glob("*/manifest.json")):
         with suppress(OSError, ValueError, LookupError, TypeError):
-            if parse_json(read_file(path))["fingerprint"] == fingerprint:
+            own = parse_json(read_file(path))["fingerprint"]
+            if (derive(own) if derive else own) == fingerprint:
                 return load_corpus(path.parent)
     return None
 

@@ -188,7 +188,7 @@ def open_source(config: DataConfig) -> tuple[Source, Tokenizer | None]:
         source = hub.read_documents(config)
     else:
         source = [("", sources.read_documents(sources.find_files(config), config.field))]
-    if config.tokenizer in ("chars", "bpe"):
+    if config.tokenizer in ("chars", "bpe", "words"):
         return source, None
     return source, tokenizers.load_tokenizer({"name": config.tokenizer})
 
@@ -211,6 +211,8 @@ def _make_tokenizer(
     texts = (text for text, _ in store.text(splits["train"]))
     if config.source in PAIR_SOURCES:  # no token has a part of both sentences
         texts = (text.replace(DOCUMENT_END, b"\n") for text in texts)
+    if config.tokenizer == "words":
+        return tokenizers.WordTokenizer.of(texts, config.vocab_size)
     sample = _first(BPE_SAMPLE_BYTES, texts)
     merged = bpe.learn_tokens(map(bytes.decode, sample), config.vocab_size - 1, progress.update)
     return tokenizers.BpeTokenizer(merged)

@@ -28,7 +28,7 @@ _NOT_TEXT |= {"site-packages", "dist-packages"}
 
 def find_files(config: DataConfig) -> list[Path]:
     """Return the files of a corpus; UserError if there are none."""
-    if config.source in ("stdlib", "stdlib_pairs"):
+    if config.source in ("stdlib", "stdlib_pairs", "stdlib_tags"):
         return _stdlib_files()
     assert config.path is not None
     pattern = os.path.expanduser(config.path)

@@ -7,6 +7,7 @@ count the same bytes of a corpus.
 import base64
 import hashlib
 from abc import ABC, abstractmethod
+from collections import Counter
 from collections.abc import Iterable, Iterator
 from typing import Any, Self
 
@@ -18,6 +19,7 @@ from qkablate.errors import UserError
 
 # Half a million consecutive spaces overflow the stack of tiktoken.
 CHUNK_BYTES = 2**17
+UNKNOWN_WORD = "<unknown>"
 
 
 class Tokenizer(ABC):
@@ -106,6 +108,47 @@ class CharTokenizer(Tokenizer):
         if not isinstance(characters, str) or len({*characters}) != len(characters):
             raise ValueError("its characters are not a text of distinct characters")
         return cls(characters)
+
+
+class WordTokenizer(Tokenizer):
+    """One token per word; words are separated by spaces, and rare ones are one token."""
+
+    end = 0
+
+    def __init__(self, words: list[str]) -> None:
+        self.words = ["\0", UNKNOWN_WORD, *words]
+        self.vocabulary = len(self.words)
+        self.token_bytes = np.array([len(word.encode()) for word in self.words])
+        self._id = {word: i for i, word in enumerate(self.words)}
+
+    @classmethod
+    def of(cls, texts: Iterable[bytes], vocabulary: int) -> Self:
+        """Return the tokenizer of the most frequent words of a corpus."""
+        counts: Counter[str] = Counter()
+        for text in texts:
+            counts.update(text.decode().split())
+        del counts[UNKNOWN_WORD]
+        ranked = sorted(counts, key=lambda word: (-counts[word], word))
+        return cls(ranked[: vocabulary - 2])
+
+    def encode(self, text: bytes) -> np.ndarray:
+        ids = [self._id.get(word, 1) for word in text.decode().split()]
+        return np.array(ids, dtype=np.uint32)
+
+    def decode(self, ids: Iterable[int]) -> bytes:
+        return " ".join(self.words[i] for i in ids).encode()
+
+    def describe(self) -> dict[str, object]:
+        return {"name": "words", "words": self.words[2:]}
+
+    @classmethod
+    def load(cls, description: dict[str, Any]) -> Self:
+        words = description.get("words")
+        if not isinstance(words, list) or not all(isinstance(word, str) for word in words):
+            raise ValueError("its words are not a list of texts")
+        if len({"\0", UNKNOWN_WORD, *words}) != len(words) + 2:
+            raise ValueError("its words are not distinct")
+        return cls(words)
 
 
 class SubwordTokenizer(Tokenizer):
@@ -206,7 +249,8 @@ def split_chunks(text: bytes, size: int = CHUNK_BYTES) -> Iterator[bytes]:
 
 
 _CLASSES: dict[str, type[Tokenizer]]
-_CLASSES = {"bytes": ByteTokenizer, "chars": CharTokenizer, "bpe": BpeTokenizer}
+_CLASSES = {"bytes": ByteTokenizer, "chars": CharTokenizer, "words": WordTokenizer}
+_CLASSES["bpe"] = BpeTokenizer
 _CLASSES |= dict.fromkeys(("gpt2", "cl100k_base", "o200k_base"), SubwordTokenizer)
 
 

@@ -10,7 +10,7 @@ from qkablate import __version__
 from qkablate.attention.layer import MATCHES
 from qkablate.config import ModelConfig, read_limit
 from qkablate.data import Corpus
-from qkablate.data.text_references import measure_text_references
+from qkablate.data.text.references import measure_text_references
 from qkablate.disk import write_atomic
 from qkablate.models.catalogue import encoder_layers
 from qkablate.redaction import redact

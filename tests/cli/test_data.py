@@ -7,6 +7,7 @@ import pytest
 
 from qkablate.cli.data import HELP
 from qkablate.config import conf_dir
+from qkablate.data import sources
 
 TASKS = ("recall", "induction", "copy", "reverse", "directed", "dyck")
 
@@ -109,6 +110,32 @@ def test_show_prints_source_and_target_of_a_pair(qkablate):
     pairs = re.findall(r"^  source  (s.*)\n  target  (s.*)$", done.out, re.MULTILINE)
     assert len(pairs) == 2
     assert all(source.split() == target.split()[::-1] for source, target in pairs)
+
+
+def test_show_prints_masked_text_and_what_is_masked(qkablate, user_text):
+    words = [*user_text, "data.objective=mlm", "model=nano_encoder", "model.context=40"]
+    qkablate("data", "prepare", *words)
+    done = qkablate("data", "show", *words)
+    windows = re.findall(r"^train \d\n  (.*)\n→ (.*)$", done.out, re.MULTILINE)
+    assert len(windows) == 3
+    for text, answers in windows:
+        assert len(text) == 40
+        assert len(re.findall("'.'", answers)) == 6
+    assert sum(text.count("▒") for text, _ in windows) > 8
+    info = json.loads(qkablate("data", "info", *words, "--json").out)
+    assert info["masked"] == "6 of 40 tokens; the mask is token 256"
+
+
+def test_show_prints_words_with_their_tags(qkablate, tmp_path, monkeypatch):
+    for i in range(60):
+        (tmp_path / f"{i}.py").write_text(f"x = f(name_{i})\n")
+    monkeypatch.setattr(sources, "find_files", lambda _: sorted(tmp_path.glob("*.py")))
+    words = ["data=stdlib_tags", "model=nano_encoder", f"data.cache={tmp_path / 'cache'}"]
+    qkablate("data", "prepare", *words)
+    done = qkablate("data", "show", *words, "--count", "1")
+    assert re.search(r"^  x/target = f/call \( name_\d+/argument \)$", done.out, re.MULTILINE)
+    info = json.loads(qkablate("data", "info", *words, "--json").out)
+    assert info["accuracy"] == {"chance": pytest.approx(1 / 3), "word": 1}  # guessed
 
 
 def test_show_leaves_padding_out(qkablate):

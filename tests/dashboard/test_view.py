@@ -21,6 +21,7 @@ from qkablate.sweeps.planning.expand import Grid, expand_grid
 from qkablate.sweeps.running.state import SweepState
 
 TASK = ["data=recall", "model.context=64"]
+MASKED = ["model.form=encoder", "data.objective=mlm"]
 pytestmark = pytest.mark.skipif(
     importlib.util.find_spec("wandb_workspaces") is None
     and not os.environ.get("QKABLATE_NEEDS_DASHBOARD"),
@@ -103,6 +104,7 @@ def test_sections_are_in_reading_order(spec):
     [
         ([], {"val/loss", "train/loss", "val/bits_per_byte"}),
         (TASK, {"val/loss", "train/loss", "val/accuracy", "val/exact"}),
+        (MASKED, {"val/loss", "train/loss", "val/accuracy"}),
     ],
 )
 def test_losses_are_plotted_by_tokens_with_bands_over_seeds(spec, words, names):

@@ -9,7 +9,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from qkablate.data import tokenizers
-from qkablate.data.tokenizers import BpeTokenizer, ByteTokenizer, CharTokenizer, split_chunks
+from qkablate.data.tokenizers import (
+    BpeTokenizer,
+    ByteTokenizer,
+    CharTokenizer,
+    WordTokenizer,
+    split_chunks,
+)
 
 ANY = st.text(alphabet=st.characters(exclude_categories=["Cs"]))
 
@@ -40,9 +46,18 @@ def test_characters_keep_the_order_of_the_description():
     assert tokenizer.decode([1, 0]) == b"ab"
 
 
+def test_frequent_words_have_tokens():
+    words = WordTokenizer.of([b"b a b\n", "<unknown> b ü a".encode()], 4)
+    again = tokenizers.load_tokenizer(json.loads(json.dumps(words.describe())))
+    assert again.vocabulary == 4
+    ids = again.encode("a  b\nü <unknown> <>".encode()).tolist()
+    assert again.decode(ids) == b"a b <unknown> <unknown> <unknown>"
+    assert again.token_bytes[ids].tolist() == [1, 1, 9, 9, 9]
+
+
 def test_document_end_is_a_zero_byte():
     learned = BpeTokenizer([bytes([i]) for i in range(256)])
-    for tokenizer in (ByteTokenizer(), CharTokenizer("\0ab"), learned):
+    for tokenizer in (ByteTokenizer(), CharTokenizer("\0ab"), WordTokenizer(["a"]), learned):
         assert tokenizer.decode([tokenizer.end]) == b"\0"
         assert tokenizer.token_bytes[tokenizer.end] == 1
     assert learned.vocabulary == 257
@@ -58,6 +73,8 @@ def test_document_end_is_a_zero_byte():
         {"name": "x"},
         {"name": ["bytes"]},
         {"name": "chars"},
+        {"name": "words", "words": ["a", "a"]},
+        {"name": "words", "words": ["a", 1]},
         {"name": "chars", "characters": "aa"},
         {"name": "bpe"},
         {"name": "bpe", "merged": "aGk="},

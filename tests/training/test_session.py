@@ -102,10 +102,15 @@ def test_stopping_at_any_check_resumes_bit_identically(
     assert_identical(run_folder(tmp_path, "calm"), run_folder(tmp_path, "rough"))
 
 
-def test_interrupted_translator_resumes_bit_identically(qkablate, tmp_path, monkeypatch):
+TRANSLATOR = ("model=nano_translator", "data=reverse", "variant=merged_w", "variant.sites=cross")
+MASKED = ("model=nano_encoder", "data=text", "data.path=corpus.txt", "data.objective=mlm")
+
+
+@pytest.mark.parametrize("kind", [TRANSLATOR, MASKED], ids=["translator", "masked text"])
+def test_other_forms_resume_bit_identically(qkablate, text, tmp_path, monkeypatch, kind):
     """Stopped before the first checkpoint, between two, and in the final evaluation."""
     words = [
-        *("model=nano_translator", "data=reverse", "variant=merged_w", "variant.sites=cross"),
+        *kind,
         *("model.layers=1", "model.d_model=32", "model.heads=2", "model.dropout=0.1"),
         *("train.steps=12", "train.batch_size=2", "train.eval_every=6", "tracking.log_every=2"),
         *("train.checkpoint_every=4", "data.val_tokens=64", "data.test_tokens=64"),

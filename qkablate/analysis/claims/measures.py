@@ -23,6 +23,7 @@ from qkablate.analysis.stats import ALPHA, Sample, Spread
 from qkablate.analysis.study.loss_curves import VAL, LossCurve
 from qkablate.analysis.study.study import Record, Seeds
 from qkablate.config import TEXT_SOURCES
+from qkablate.config.data import has_masks
 from qkablate.errors import UserError
 from qkablate.sweeps.planning.manifest import Arm
 
@@ -82,7 +83,8 @@ class Measure:
         for arm in arms:
             source, train = arm.config.data.source, arm.config.train
             steps, every = int(train.steps), int(train.eval_every)
-            if self.needs_task and source in TEXT_SOURCES:
+            has_accuracy = has_masks(arm.config.data) and self.name == "accuracy"
+            if self.needs_task and source in TEXT_SOURCES and not has_accuracy:
                 raise UserError(
                     f"{where}: {self.name} is measured on tasks, and {source} is a text;"
                     " data: induction"

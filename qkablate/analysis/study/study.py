@@ -378,7 +378,8 @@ def read_facts(folder: Path, result: Mapping[str, Any]) -> dict[str, Any]:
     commit = str(code["commit"])[:10] if code.get("commit") else None
     edits = f"+{sha256(diff.encode())[:6]}" if diff else ""
     facts["code"] = f"{commit}{edits}" if commit else facts["version"]
-    facts["source"] = as_dict(result.get("data")).get("source")
+    data = as_dict(result.get("data"))
+    facts |= {key: data.get(key) for key in ("source", "objective")}
     facts["torch"], facts["cpu"] = versions.get("torch"), machine.get("cpu")
     return facts
 

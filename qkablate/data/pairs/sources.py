@@ -6,24 +6,26 @@ A pair is one document: its source, the byte 0, its target.
 import csv
 import hashlib
 import itertools
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 
 from qkablate.config import DataConfig
 from qkablate.config.data import SPLITS
 from qkablate.data import hub, sources
 from qkablate.data.document_store import held_out_split
-from qkablate.data.pairs import postfix
+from qkablate.data.pairs import postfix, roles
 from qkablate.data.sources import Source
 from qkablate.errors import UserError
 from qkablate.table import format_count
 
 SPLIT_RULES = {
     "stdlib_pairs": "by the sha256 of a file: 10 % each are held out for val and test",
+    "stdlib_tags": "by the sha256 of a file: 10 % each are held out for val and test",
     "pairs": "as published; without held-out splits, by the sha256 of a source",
 }
 _STDLIB_HELD_OUT_FRACTION = 0.1
 _FEW = 300  # sources: fewer are not sure to fill splits of 3 %, and are split by rank
+_STDLIB_READERS = {"stdlib_pairs": postfix.read_expressions, "stdlib_tags": roles.read_statements}
 _FIELDS = ("source_field", "target_field")
 
 Pair = tuple[str, str]
@@ -31,8 +33,8 @@ Pair = tuple[str, str]
 
 def open_pairs(config: DataConfig) -> Source:
     """Return the pairs, not read yet; UserError where they are not available."""
-    if config.source == "stdlib_pairs":
-        return _stdlib_pairs(sources.find_files(config))
+    if config.source in _STDLIB_READERS:
+        return _stdlib_pairs(sources.find_files(config), _STDLIB_READERS[config.source])
     if config.path is None:
         splits = hub.open_splits(config)
         return _documents((split, _hub_pairs(rows, config)) for split, rows in splits)
@@ -70,11 +72,11 @@ def _join(pair: Pair) -> bytes:
     return b"\0".join(text.encode("utf-8", "replace") for text in pair)
 
 
-def _stdlib_pairs(files: list[Path]) -> Source:
+def _stdlib_pairs(files: list[Path], read: Callable[[bytes], Iterator[Pair]]) -> Source:
     for file in files:
         content = file.read_bytes()
         split = held_out_split(_fraction(content), _STDLIB_HELD_OUT_FRACTION) or "train"
-        yield split, ([_join(pair)] for pair in postfix.read_expressions(content))
+        yield split, ([_join(pair)] for pair in read(content))
 
 
 def _hub_pairs(rows: object, config: DataConfig) -> Iterator[Pair]:

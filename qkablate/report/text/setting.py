@@ -4,6 +4,7 @@ from collections.abc import Callable, Iterable
 
 from qkablate.analysis.comparison.gaps import Gap
 from qkablate.analysis.study.study import Entry
+from qkablate.config.data import DataConfig, has_masks
 from qkablate.report.section import Section, format_n
 from qkablate.table import format_list
 
@@ -36,7 +37,7 @@ def format_setting(section: Section) -> str:
     tuned = "tuned learning rates" if section.study.lr_searches else ""
     rates = _distinct(f"{entry.rates.lr:.3g}" for entry in entries if entry.rates is not None)
     parts = [
-        each(lambda entry: entry.arm.config.data.source),
+        each(lambda entry: _format_data(entry.arm.config.data)),
         f"{layers} layer{'' if layers == '1' else 's'}",
         f"d_model {each(lambda entry: entry.arm.config.model.d_model)}",
         f"heads {each(lambda entry: entry.arm.config.model.heads)}",
@@ -46,6 +47,10 @@ def format_setting(section: Section) -> str:
         _format_dates(section),
     ]
     return " · ".join(filter(None, parts)) if entries else ""
+
+
+def _format_data(data: DataConfig) -> str:
+    return f"masked tokens of {data.source}" if has_masks(data) else data.source
 
 
 def _distinct(values: Iterable[object]) -> list[str]:

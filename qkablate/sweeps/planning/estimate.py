@@ -16,8 +16,9 @@ from typing import Any
 
 import torch
 
-from qkablate.config import EVAL_COST, TEXT_SOURCES, Config, read_limit
-from qkablate.data.text_references import peak_bytes
+from qkablate.config import EVAL_COST, Config, read_limit
+from qkablate.config.data import is_causal_text
+from qkablate.data.text.references import peak_bytes
 from qkablate.errors import UserError, print_stderr
 from qkablate.runs.records import read_json, write_json
 from qkablate.runs.run import NUMERICS, count_cores, read_cpu_name, run_id
@@ -159,7 +160,7 @@ def _interpolate(arm: Arm, small: Timing, large: Timing) -> RunEstimate:
 def _reference_bytes(arm: Arm) -> float:
     """Return the memory of the n-grams and the compressor that the first run on a text measures."""
     data = arm.config.data
-    is_measured = data.source in TEXT_SOURCES and arm.config.train.evaluate_test
+    is_measured = is_causal_text(data) and arm.config.train.evaluate_test
     is_on_cpu = arm.config.device == "cpu"
     return peak_bytes(arm.tokens, data.test_tokens) if is_measured and is_on_cpu else 0
 

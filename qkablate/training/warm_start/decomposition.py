@@ -24,7 +24,7 @@ from qkablate.config import (
     names_of,
 )
 from qkablate.config.sweep import as_quoted, as_word
-from qkablate.data import TASKS, Data, corpus, open_data
+from qkablate.data import TASKS, Data, corpus, find_data, open_data
 from qkablate.errors import UserError, sanitize
 from qkablate.runs.run import find_run, label
 from qkablate.training import hardware
@@ -209,7 +209,7 @@ def _open_parent_data(parent: RestoredRun, config: Config, set_keys: Collection[
     sources = [key for key in _SOURCES if getattr(data, key) is not None]
     if not all(f"data.{key}" in set_keys for key in sources) or not sources:
         cache = corpus.cache_dir(data)
-        prepared = corpus.find_corpus(str(parent.identity.get("data_fingerprint")), cache)
+        prepared = find_data(data, model, str(parent.identity.get("data_fingerprint")))
         if prepared is not None:
             return prepared
         if sources:

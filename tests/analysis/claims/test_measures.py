@@ -16,6 +16,7 @@ from qkablate.sweeps.running.solo_results import SoloFile, SoloRow
 
 PART = {"arm": "no_q", "kind": "noninferior", "margin": 0.01}
 GRID = {"variant": "standard,no_q"}
+MASKED = {**GRID, "model.form": "encoder", "data.objective": "mlm"}
 TASK = {"data": "recall", "data.vocab_size": 16, "data.pairs": 2, "model.context": 8}
 
 
@@ -458,6 +459,7 @@ def test_verdict_names_the_data_on_which_it_holds(world):
     [
         (GRID, {"of": "accuracy"}, "accuracy is measured on tasks, and text is a text"),
         (GRID, {"of": "exact"}, "exact is measured on tasks, and text is a text"),
+        (MASKED, {"of": "exact"}, "exact is measured on tasks, and text is a text"),
         (GRID, {"of": "course"}, "course needs 8 readings of the loss or more, and train.eval_ev"),
         (GRID, {"of": "tokens_to_loss"}, "tokens_to_loss needs 8 readings"),
     ],

@@ -443,3 +443,9 @@ def test_baseline_is_compared_with_the_best_ngram(pair, best, state, message):
     change(pair, lambda run: not is_arm(run), text_references=references)
     found = checks(pair)["n-grams"]
     assert (found.state, found.message) == (state, message)
+
+
+def test_masked_tokens_are_not_compared_with_ngrams(pair):
+    change(pair, lambda run: True, data={"source": "text", "objective": "mlm"})
+    found = checks(pair)["n-grams"]
+    assert (found.state, found.message) == (OK, "n-grams do not predict masked tokens")

@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 
 from qkablate.config import EVAL_COST, Config, DataConfig, ModelConfig, TrainConfig
-from qkablate.data.text_references import peak_bytes
+from qkablate.data.text.references import peak_bytes
 from qkablate.sweeps.planning import estimate as module
 from qkablate.sweeps.planning.estimate import RunEstimate, Timing, estimate_arms, estimate_sweep
 from qkablate.sweeps.planning.manifest import Arm, Manifest, SweepRun
@@ -210,21 +210,24 @@ def test_all_runs_of_tuning_are_counted(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("source", "evaluates"), [("text", True), ("text", False), ("recall", True)]
+    ("source", "evaluates", "objective"),
+    [
+        *(("text", True, None), ("text", False, None), ("recall", True, None)),
+        *(("text", True, "causal"), ("text", True, "mlm")),
+    ],
 )
 def test_memory_includes_the_references_of_the_first_run_on_a_text(
-    timed, tmp_path, source, evaluates
+    timed, tmp_path, source, evaluates, objective
 ):
     timed(affine)
     arm = arm_of(1e6)
     config = replace(
         arm.config,
         device="cpu",
-        data=replace(arm.config.data, source=source),
+        data=replace(arm.config.data, source=source, objective=objective),
         train=replace(arm.config.train, evaluate_test=evaluates),
     )
     (estimate,) = estimate_arms(plan_of(tmp_path, replace(arm, config=config)), [None]).values()
-    references = (
-        peak_bytes(arm.tokens, arm.config.data.test_tokens) if source == "text" and evaluates else 0
-    )
+    are_measured = source == "text" and evaluates and objective != "mlm"
+    references = peak_bytes(arm.tokens, arm.config.data.test_tokens) if are_measured else 0
     assert estimate.bytes == pytest.approx(1e8 + 1e6 + references)

@@ -63,6 +63,19 @@ def test_result_has_the_losses_of_ngrams_and_a_compressor(qkablate, tiny, tmp_pa
     assert "-gram" in done.out
 
 
+def test_masked_text_has_an_accuracy_and_no_ngrams(qkablate, tiny, tmp_path):
+    text = make_documents(tmp_path / "texts", [400] * 80)
+    done = qkablate("train", *tiny, text, "model.form=encoder", "data.objective=mlm")
+    assert "nats per masked token" in done.out
+    assert "n-gram" not in done.out
+    assert "per byte" not in done.out
+    result = json.loads((run_folder(tmp_path) / "result.json").read_text())
+    assert result["text_references"] is result["bits_per_byte"]["test"] is None
+    assert 0 <= result["accuracy"]["test"] <= 1
+    assert result["loss"]["test"] == pytest.approx(np.log(257), abs=1)  # after twelve steps
+    assert (run_folder(tmp_path) / FILE_NAME).exists()
+
+
 def test_tuning_run_compares_nothing(qkablate, tiny, tmp_path):
     """It never reads the test split."""
     assert qkablate("train", *tiny, "train.evaluate_test=false").code == 0

@@ -8,9 +8,9 @@ import numpy as np
 import pytest
 
 from qkablate.config import DataConfig
-from qkablate.data import text_references
 from qkablate.data.corpus import open_corpus
-from qkablate.data.text_references import measure_text_references, ngram_losses
+from qkablate.data.text import references
+from qkablate.data.text.references import measure_text_references, ngram_losses
 from qkablate.errors import UserError
 
 
@@ -103,7 +103,7 @@ def test_references_are_measured_once(prepared, monkeypatch):
     other = measure_text_references(corpus, 1000)
     assert other.tokens == 1000
     assert other.ngram != first.ngram
-    monkeypatch.setattr(text_references, "ngram_losses", None)
+    monkeypatch.setattr(references, "ngram_losses", None)
     assert measure_text_references(corpus, 2000) == first
 
 
@@ -133,7 +133,7 @@ def test_missing_tokenizer_leaves_the_ngrams(prepared, monkeypatch):
         raise UserError("data.tokenizer: not cached")
 
     corpus = prepared(tokenizer="chars")
-    monkeypatch.setattr(text_references, "load_tokenizer", load)
+    monkeypatch.setattr(references, "load_tokenizer", load)
     found = measure_text_references(corpus, 2000)
     assert found.lzma is None
     assert len(found.ngram) == 5
@@ -158,6 +158,6 @@ def test_ngrams_of_a_text_that_repeats_need_the_estimated_memory(test_tokens):
         peak = tracemalloc.get_traced_memory()[1]
     finally:
         tracemalloc.stop()
-    fixed = text_references.peak_bytes(0, 0)
-    estimated = text_references.peak_bytes(len(train), test_tokens) - fixed
+    fixed = references.peak_bytes(0, 0)
+    estimated = references.peak_bytes(len(train), test_tokens) - fixed
     assert estimated / 2 < peak < 1.05 * estimated

@@ -1,0 +1,92 @@
+"""Sentences with a tag for some of their words, which an encoder gives at the words' positions.
+
+Shape suffixes: N sentences, T context, V vocabulary, K tags.
+"""
+
+from functools import cached_property
+from typing import NamedTuple
+
+import numpy as np
+
+from qkablate.config import ModelConfig
+from qkablate.data.batches import IGNORE, Batch
+from qkablate.data.corpus import Corpus
+from qkablate.data.eval_metrics import EvalMetrics
+from qkablate.data.pairs.pairs import Pairs
+from qkablate.data.pairs.roles import TAGS
+from qkablate.errors import ImpossibleConfig
+
+
+class TagBaselines(NamedTuple):
+    """Accuracies on the test split of guesses that take no context."""
+
+    chance: float  # always the most common tag
+    word: float  # each word's most common tag
+
+
+class TaggedSentences(Pairs):
+    """Sentences of a corpus as sources, and the tags of their words as targets."""
+
+    def __init__(self, corpus: Corpus, model: ModelConfig) -> None:
+        super().__init__(corpus, model)
+        ids = {word: i for i, word in enumerate(self.tokenizer["words"], 2)}
+        # By rising id; the place of one is its slice.
+        self.tags = dict(sorted((ids[tag], tag.strip("<>")) for tag in TAGS if tag in ids))
+
+    @property
+    def description(self) -> str:
+        counts = super().description.replace("pairs", "sentences")
+        return f"{counts}; each word's most common tag is right at {self.baselines.word:.1%}"
+
+    @property
+    def chance(self) -> float | None:
+        return self.baselines.chance
+
+    @cached_property
+    def baselines(self) -> TagBaselines:
+        """Accuracies of the tags that are most common in the training split."""
+        words, tags = self._tagged_words("train")
+        counts_VK = np.zeros((self.vocabulary, len(self.tags)), np.int64)
+        np.add.at(counts_VK, (words, tags), 1)
+        overall = counts_VK.sum(axis=0).argmax()
+        guesses_V = np.where(counts_VK.any(axis=1), counts_VK.argmax(axis=1), overall)
+        words, tags = self._tagged_words("test")
+        return TagBaselines(
+            float((tags == overall).mean()), float((guesses_V[words] == tags).mean())
+        )
+
+    def _tagged_words(self, split: str) -> tuple[np.ndarray, np.ndarray]:
+        """Return the words that have a tag, and the numbers of the tags."""
+        sentences, (width, _) = self.splits[split], self.longest()
+        rows_N = np.arange(len(sentences))
+        words_NT, tags_NT = (sentences.padded(rows_N, i, width, ends=False) for i in (0, 1))
+        has_tag_NT = np.isin(tags_NT, [*self.tags])
+        return words_NT[has_tag_NT], np.searchsorted([*self.tags], tags_NT[has_tag_NT])
+
+    def check_context(self, context: int) -> None:
+        longest, _ = self.longest()
+        if longest > context:
+            raise ImpossibleConfig(
+                f"model.context: {context} is shorter than the longest sentence of"
+                f" data={self.name}; use model.context={longest} or more"
+            )
+
+    def batch(self, split: str, rows_N: np.ndarray) -> Batch:
+        """Return sentences of a split as the model reads them."""
+        import torch
+
+        sentences = self.splits[split]
+        tokens_NT = sentences.padded(rows_N, 0, self.length, ends=False)
+        tags_NT = sentences.padded(rows_N, 1, self.length, ends=False)
+        targets_NT = np.where(np.isin(tags_NT, [*self.tags]), tags_NT, IGNORE)
+        slices = {"tag": np.searchsorted([*self.tags], targets_NT)}
+        return Batch((torch.from_numpy(tokens_NT),), torch.from_numpy(targets_NT), slices=slices)
+
+    def metrics(self, split: str, totals: EvalMetrics) -> dict[str, float]:
+        """Return the metrics of an evaluated split, also by tag."""
+        metrics = super().metrics(split, totals)
+        names = [*self.tags.values()]
+        for index, sums in sorted(totals.slices["tag"].items()):
+            name = names[index]
+            metrics |= {f"accuracy/tag/{name}": sums.accuracy, f"loss/tag/{name}": sums.mean}
+        return metrics
