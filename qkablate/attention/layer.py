@@ -78,11 +78,18 @@ class Attention(nn.Module):
         super().__init__()
         assert norm in NORMS
         assert position in ("none", "alibi", "rope")
-        if spec.symmetric and not qk.can_start_symmetric:
+        is_square = spec.d_keys == spec.d_model
+        widths = f"cross-attention reads streams of widths {spec.d_model} and {spec.d_keys}"
+        if spec.symmetric and not (qk.can_start_symmetric and is_square):
             raise UnsupportedCombination(
-                "variant.init=symmetric starts with W_q = W_k, and needs both in one shape; here it"
-                f" is {qk.equation}"
+                "variant.init=symmetric starts with W_q = W_k, and needs both in one shape; here"
+                f" {f'it is {qk.equation}' if is_square else widths}"
             )
+        for circuit in (qk, ov):
+            if circuit.one_width_reason and not is_square:
+                raise UnsupportedCombination(
+                    f"{circuit.one_width_reason}, but {widths}; choose other variant.sites"
+                )
         # A norm removes the scale of the weights, so they get the matched initialization.
         self.qk = qk(spec if norm == "none" else dataclasses.replace(spec, init="matched"))
         self.ov = ov(spec, self.qk)
@@ -272,7 +279,7 @@ class Attention(nn.Module):
     def cached_per_token(self) -> int:
         """Number of values that a decoder caches per token."""
         qk, ov = self.qk, self.ov
-        sizes = {"x": qk.spec.d_model, "k": qk.key_heads * qk.width, "": 0}
+        sizes = {"x": qk.spec.d_keys, "k": qk.key_heads * qk.width, "": 0}
         sizes["v"] = ov.value_heads * ov.width
         return sum(sizes[name] for name in {qk.cached, ov.cached})
 
@@ -297,8 +304,13 @@ class Attention(nn.Module):
         """Formula of the number of parameters without biases; empty if a circuit has none."""
         parts = [part.params for part in (self.qk, self.ov, self.norm) if part is not None]
         counts: Counter[str] = Counter()
+        spec = self.qk.spec
+        same = {"e²": "d²", "d e": "d²", "e": "d"} if spec.d_keys == spec.d_model else {}
+        same |= {} if spec.is_cross else {"T S": "T²"}
         for term in " + ".join(parts).split(" + "):
             number, _, letters = term.partition(" ") if term[:1].isdigit() else ("1", "", term)
+            for two, one in same.items():
+                letters = letters.replace(two, one)
             counts[letters] += int(number)
         terms = [f"{n} {sizes}" if n > 1 else sizes for sizes, n in counts.items() if sizes]
         return " + ".join(terms) if all(parts) else ""

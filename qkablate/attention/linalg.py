@@ -26,18 +26,18 @@ def head_slices(m_HDC: Tensor) -> Tensor:
     return m_HHKC.diagonal(dim1=0, dim2=1).movedim(-1, 0)
 
 
-def fit_slices(moment_HLL: Tensor, target_HLC: Tensor, d_head: int) -> Tensor:
+def fit_slices(moment_HLL: Tensor, target_HLC: Tensor, width: int) -> Tensor:
     """Return the least-squares prediction of x @ target from each head's slice of x, as HKC.
 
     The second moments of x are given for each head, or as LL for all.
     """
     solutions, moment_HLL = [], moment_HLL.expand(len(target_HLC), -1, -1)
     for head, (moment_LL, target_LC) in enumerate(zip(moment_HLL, target_HLC, strict=True)):
-        rows = slice(head * d_head, (head + 1) * d_head)
+        rows = slice(head * width, (head + 1) * width)
         solutions.append(torch.linalg.solve(moment_LL[rows, rows], moment_LL[rows] @ target_LC))
     return torch.stack(solutions)
 
 
-def affine_basis(like: Tensor, d_model: int) -> Tensor:
+def affine_basis(like: Tensor, width: int) -> Tensor:
     """Return 0 and the unit vectors as one sequence x_1ND; their images define an affine map."""
-    return torch.cat([like.new_zeros(1, d_model), torch.eye(d_model).to(like)]).unsqueeze(0)
+    return torch.cat([like.new_zeros(1, width), torch.eye(width).to(like)]).unsqueeze(0)

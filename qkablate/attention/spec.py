@@ -26,6 +26,8 @@ class Spec:
     context: int | None = None  # longest sequence, where a circuit has a table of positions
     source: int | None = None  # the same of the keys' stream in cross-attention; None: one stream
     causal: bool = True  # no query sees later keys
+    d_source: int | None = None  # width of the keys' stream in cross-attention; None: d_model
+    source_sigma: float | None = None  # sigma of the matrices that read it; None: sigma
 
     @property
     def is_cross(self) -> bool:
@@ -37,14 +39,34 @@ class Spec:
         return self.d_model // self.heads
 
     @property
+    def d_keys(self) -> int:
+        """Width of the stream of the keys and values."""
+        return self.d_source or self.d_model
+
+    @property
     def score_std(self) -> float:
-        """Standard deviation of standard's initial scores for normalized x (‖x‖² = d)."""
-        return self.sigma**2 * self.d_model
+        """Standard deviation of standard's initial scores for normalized streams (‖x‖² = d)."""
+        return self.sigma**2 * self.d_model * self.key_ratio
 
     @property
     def projection_std(self) -> float:
         """Standard deviation of the initial entries of x W for normalized x."""
         return self.sigma * math.sqrt(self.d_model)
+
+    @property
+    def key_std(self) -> float:
+        """The same of y W, for the stream y of the keys and values."""
+        return (self.source_sigma or self.sigma) * math.sqrt(self.d_keys)
+
+    @property
+    def key_ratio(self) -> float:
+        """Length of a standard key relative to that of a query; 1 for streams of one width."""
+        return self.key_std / self.projection_std
+
+    @property
+    def key_speed(self) -> float:
+        """Initial Σ|gradient| of standard's W_k relative to that of W_q; 1 for one width."""
+        return self.d_keys / self.d_model / self.key_ratio
 
 
 class Draw(Protocol):
@@ -68,8 +90,9 @@ class Circuit(nn.Module):
     equation: ClassVar[str] = ""
     removes: ClassVar[str] = ""  # of the matrices of the standard variant
     source: ClassVar[str] = ""  # paper or discussion
-    # Parameters without biases, in d (d_model), h (heads), k (d_head = d/h), r (rank), g (groups)
-    # and T (context). Shown to users and evaluated by `count_params`.
+    # Parameters without biases, in d (d_model), e (width of the keys' stream), h (heads), k (d_head
+    # = d/h), r (rank), g (groups), T (context) and S (source). Shown to users and evaluated by
+    # `count_params`.
     params: str = ""
     uses: ClassVar[tuple[str, ...]] = ()  # which of rank, groups it reads from the spec
     factors = 2  # matrices in the product; weight decay acts on each of them
@@ -80,6 +103,7 @@ class Circuit(nn.Module):
     lr_multiplier = 1.0
     bias_lr_multiplier = 1.0
     no_circuit_reason = ""  # why the circuit is not a d × d matrix; empty if it is one
+    one_width_reason: ClassVar[str] = ""  # why queries and keys need streams of one width
     has_head_slices = False  # head h is tied to slice h of the stream, so heads cannot be permuted
 
     def __init__(self, spec: Spec) -> None:
@@ -129,7 +153,8 @@ class Circuit(nn.Module):
     def count_params(self) -> int:
         """Evaluate the formula `params`."""
         spec = self.spec
-        sizes = {"d": spec.d_model, "h": spec.heads, "k": spec.d_head}
+        sizes = {"d": spec.d_model, "e": spec.d_keys, "h": spec.heads, "k": spec.d_head}
         sizes |= {"r": spec.rank or 0, "g": spec.groups or 0, "T": spec.context or 0}
+        sizes["S"] = spec.source or sizes["T"]
         code = re.sub(r"(?<=[\w²)]) (?=[\w(])", " * ", self.params).replace("²", "**2")
         return int(eval(code, {"__builtins__": {}}, sizes))

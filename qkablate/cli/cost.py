@@ -200,6 +200,7 @@ def _print(costs: list[Cost], configs: list[Config], vocabulary: int) -> None:
     shared = {
         "model.layers": format_count(model.layers, "layer"),
         "model.d_model": f"d {model.d_model:,}",
+        "model.encoder_d_model": f"encoder d {wide:,}" if (wide := model.encoder_d_model) else "",
         "model.heads": format_count(model.heads, "head"),
         "model.source": f"source {model.source or model.context:,}" if has_sites else "",
         "model.context": f"context {model.context:,}",

@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING
 
 from qkablate.cli.arguments import CIRCUIT_KEYS, Parser, propose_sample, restore_run, split_runs
 from qkablate.compose.configs import Job, build_jobs, choose_next, compose_jobs
-from qkablate.config import Config
-from qkablate.config.variant import variant_sites
+from qkablate.config import Config, stream_width
+from qkablate.config.variant import SITES, variant_sites
 from qkablate.errors import UserError, print_stderr
 from qkablate.table import (
     format_count,
@@ -110,7 +110,8 @@ def _check_sizes(planned: list[Job]) -> None:
     for job in planned:
         _check_size(job.config)
     if sum(decomposition_steps(job.config.model) for job in planned) > MAX_DECOMPOSITION:
-        d_model = max(job.config.model.d_model for job in planned)
+        models = [job.config.model for job in planned]
+        d_model = max(stream_width(model, site) for model in models for site in SITES[model.form])
         raise UserError(
             f"model.d_model: to decompose {format_count(len(planned), 'variant')} at d {d_model:,}"
             " would take many minutes; the identities do not depend on the size: name fewer"
@@ -119,7 +120,7 @@ def _check_sizes(planned: list[Job]) -> None:
 
 
 def _check_size(config: Config) -> None:
-    for key in ("context", "d_model", "source"):
+    for key in ("context", "d_model", "encoder_d_model", "source"):
         value = getattr(config.model, key)
         if value is not None and value < 2:
             raise UserError(f"model.{key}: the checks need 2 or more")

@@ -17,7 +17,12 @@ from qkablate.config.data import (
     DataConfig,
     check_data,
 )
-from qkablate.config.evaluation import EVAL_COST, choose_eval_tokens, read_limit
+from qkablate.config.evaluation import (
+    EVAL_COST,
+    LEAST_EVAL_EVERY,
+    choose_eval_tokens,
+    read_limit,
+)
 from qkablate.config.keys import Role, flatten
 from qkablate.config.schema import (
     Config,
@@ -45,6 +50,7 @@ from qkablate.config.variant import (
     config_names,
     list_divisors,
     resolve_variant,
+    stream_width,
     variants,
 )
 from qkablate.errors import ImpossibleConfig, UserError, not_one_of, reject_secrets
@@ -85,6 +91,7 @@ __all__ = [
     "read_limit",
     "resolve",
     "resolve_variant",
+    "stream_width",
     "to_typed",
     "variants",
 ]
@@ -172,13 +179,23 @@ def _check_form(model: ModelConfig) -> None:
     """Check the keys that only some forms of the model have."""
     form = model.form
     if form != "encoder_decoder":
-        for name in ("encoder_layers", "source"):
+        for name in ("encoder_layers", "encoder_d_model", "source"):
             if getattr(model, name) is not None:
                 raise ImpossibleConfig(
                     f"model.{name}: model.form={form} has none; only encoder_decoder has"
                 )
     elif not model.attention_skip:
         raise ImpossibleConfig("model.attention_skip: model.form=encoder_decoder needs it")
+    width = stream_width(model, "encoder")
+    if width % model.heads:
+        raise ImpossibleConfig(
+            f"model.heads: {model.heads} does not divide model.encoder_d_model={width}"
+            f" (allowed: {list_divisors(math.gcd(width, model.d_model))})"
+        )
+    if model.mlp_ratio and round(model.mlp_ratio * width) < 1:
+        raise ImpossibleConfig(
+            f"model.mlp_ratio: {model.mlp_ratio} leaves the encoder's MLP without a single unit"
+        )
     if form != "decoder" and model.position == "alibi":
         raise ImpossibleConfig(
             "model.position: alibi does not tell what comes before from what comes after, which"
@@ -198,9 +215,6 @@ def _check_init_from(init_from: InitFromConfig) -> None:
             raise UserError(f"init_from.{key}: needs the run to start from; give init_from.run")
 
 
-_LEAST_EVAL_EVERY = 250  # steps
-
-
 def resolve(config: Config) -> Config:
     """Replace every `auto` that does not depend on the machine."""
     train, optim = config.train, config.optim
@@ -217,7 +231,7 @@ def resolve(config: Config) -> Config:
     data = config.data
     if data.vocab_size is None and (size := VOCABULARY_SIZES.get(str(data.tokenizer))):
         data = dataclasses.replace(data, vocab_size=size)
-    parts = max(1, steps // _LEAST_EVAL_EVERY)
+    parts = max(1, steps // LEAST_EVAL_EVERY)
     eval_every, eval_tokens, test_tokens = train.eval_every, train.eval_tokens, train.test_tokens
     if eval_every == "auto":
         eval_every = math.ceil(steps / parts)
@@ -231,9 +245,13 @@ def resolve(config: Config) -> Config:
     if test_tokens == "auto":
         test_tokens = test_budget
     every = eval_every if config.diagnostics.every == "auto" else config.diagnostics.every
+    model = config.model
+    if model.encoder_d_model == model.d_model:
+        model = dataclasses.replace(model, encoder_d_model=None)
     return dataclasses.replace(
         config,
         data=data,
+        model=model,
         variant=resolve_variant(config.variant, config.model),
         train=dataclasses.replace(
             train,

@@ -81,6 +81,11 @@ class ModelConfig:
         "blocks of the encoder of form=encoder_decoder; null: as many as model.layers",
         bounds=(1, 10_000),
     )
+    encoder_d_model: int | None = parameter_key(
+        None,
+        "width of the encoder's stream of form=encoder_decoder; null: model.d_model",
+        bounds=(1, 2**20),
+    )
     source: int | None = parameter_key(
         None,
         "longest source of form=encoder_decoder, in tokens; null: as long as model.context",

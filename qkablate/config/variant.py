@@ -9,10 +9,10 @@ from typing import Any
 from qkablate.config.schema import ModelConfig, VariantConfig
 from qkablate.errors import ImpossibleConfig, UserError, nearest_hint
 
-# Circuits with a rank, and what `auto` resolves to.
-RANKS: dict[str, Callable[[ModelConfig], int]] = {
-    "low_rank": lambda model: max(1, model.d_model // model.heads // 2),
-    "collaborative": lambda model: max(1, model.d_model // 4),
+# Circuits with a rank, and what `auto` resolves to, given d_model and heads.
+RANKS: dict[str, Callable[[int, int], int]] = {
+    "low_rank": lambda width, heads: max(1, width // heads // 2),
+    "collaborative": lambda width, heads: max(1, width // 4),
 }
 GROUPED = ("grouped",)
 _USED_BY = {"rank": RANKS, "groups": GROUPED}
@@ -51,15 +51,29 @@ def variant_sites(variant: VariantConfig, model: ModelConfig) -> tuple[str, ...]
     return tuple(site for site in known if site in chosen)
 
 
+def stream_width(model: ModelConfig, site: str) -> int:
+    """Return the width of the stream that a site writes to."""
+    return (site == "encoder" and model.encoder_d_model) or model.d_model
+
+
+def _narrowest(variant: VariantConfig, model: ModelConfig) -> int:
+    """Return the width of the narrowest stream that a site of the variant reads."""
+    sites = variant_sites(variant, model)
+    read = {*sites, "encoder"} if "cross" in sites else sites
+    return min(stream_width(model, site) for site in read)
+
+
 def check_variant(variant: VariantConfig, model: ModelConfig) -> None:
     """Check rank and groups against the model's size, and that the circuits use them."""
     if variant.mask_self and variant_sites(variant, model) == ("cross",):
         raise ImpossibleConfig(
             "variant.sites: cross-attention has no self to mask; choose encoder or decoder"
         )
-    if isinstance(variant.rank, int) and variant.rank > model.d_model:
+    width = _narrowest(variant, model)
+    if isinstance(variant.rank, int) and variant.rank > width:
+        key = "d_model" if width == model.d_model else "encoder_d_model"
         raise ImpossibleConfig(
-            f"variant.rank: {variant.rank} is above model.d_model={model.d_model},"
+            f"variant.rank: {variant.rank} is above model.{key}={width},"
             " and no matrix of that width has a higher rank"
         )
     if isinstance(variant.groups, int) and model.heads % variant.groups:
@@ -92,7 +106,7 @@ def resolve_variant(variant: VariantConfig, model: ModelConfig) -> VariantConfig
     rank = None if variant.rank == "auto" else variant.rank
     groups = None if variant.groups == "auto" else variant.groups
     if rank is None and variant.qk in RANKS:
-        rank = RANKS[variant.qk](model)
+        rank = RANKS[variant.qk](_narrowest(variant, model), model.heads)
     if groups is None and {variant.qk, variant.ov} & {*GROUPED}:
         divisors = [g for g in range(1, model.heads // 2 + 1) if model.heads % g == 0]
         groups = max(divisors, default=1)

@@ -49,6 +49,10 @@ class Factored:
         left_NEE = self.left_NDE.mT @ other.left_NDE
         return (left_NEE * (self.right_NDE.mT @ other.right_NDE)).sum((-2, -1))
 
+    @property
+    def is_square(self) -> bool:
+        return self.left_NDE.shape[1] == self.right_NDE.shape[1]
+
     def row_norms(self) -> Tensor:
         left, right = self.left_NDE, self.right_NDE
         return ((left @ (right.mT @ right)) * left).sum(-1).clamp(min=0).sqrt()
@@ -73,6 +77,10 @@ class Full:
 
     def singular_values(self) -> Tensor:
         return _singular_values(self.b_NDD.mT @ self.b_NDD)
+
+    @property
+    def is_square(self) -> bool:
+        return self.b_NDD.shape[1] == self.b_NDD.shape[2]
 
     def inner(self, other: "Full") -> Tensor:
         return (self.b_NDD * other.b_NDD).sum((-2, -1))
@@ -135,7 +143,7 @@ def compute_measures(
     effective_rank  exp of the entropy of σ / Σσ (Roy & Vetterli, 2007)
     nuclear         Σσ
     frobenius       ‖B‖
-    symmetry        (‖S‖² − ‖A‖²) / ‖B‖²: 1 is symmetric, −1 antisymmetric
+    symmetry        (‖S‖² − ‖A‖²) / ‖B‖²: 1 is symmetric, −1 antisymmetric; of square matrices
     directionality  see `directionality`
     moved           ‖B − start‖ / ‖start‖
     off_rank        distance to the nearest matrix of that rank, relative to ‖B‖; for forms that can
@@ -151,7 +159,7 @@ def compute_measures(
         "effective_rank": torch.special.entr(share_NE).sum(-1).exp(),
         "nuclear": s_NE.sum(-1),
         "frobenius": square_N.sqrt(),
-        "symmetry": matrix.inner(matrix.transposed) / square_N,
+        "symmetry": matrix.inner(matrix.transposed) / square_N if matrix.is_square else None,
         "directionality": directionality(matrix),
         "moved": None if start is None else matrix.distance(start) / start.inner(start).sqrt(),
         "off_rank": tail_N / square_N.sqrt() if s_NE.shape[-1] > rank else None,

@@ -68,11 +68,17 @@ class DiagnosticPanel:
         layers = [layer.module for layer in self.model.attention_layers()]
         row: dict[str, list[Any]] = {name: [None] * len(layers) for name in circuits.MEASURES}
         # The layers of some sites may have other circuits than the rest.
-        by_form: dict[tuple[type, type], dict[int, Attention]] = {}
+        by_form: dict[tuple[object, ...], dict[int, Attention]] = {}
         for number, layer in enumerate(layers):
-            by_form.setdefault((type(layer.qk), type(layer.ov)), {})[number] = layer
+            spec = layer.qk.spec
+            form = type(layer.qk), type(layer.ov), spec.d_model, spec.d_keys
+            by_form.setdefault(form, {})[number] = layer
         for alike in by_form.values():
             self._measure_circuits(side, alike, row)
+        # Narrow layers have fewer singular values than the rest.
+        most = max((len(values_H[0]) for values_H in row["singular"] if values_H), default=0)
+        for values_H in filter(None, row["singular"]):
+            values_H[:] = [values + [None] * (most - len(values)) for values in values_H]
         return row
 
     def _measure_circuits(

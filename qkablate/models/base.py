@@ -161,7 +161,7 @@ class Model(nn.Module, ABC):
                 # nn.Linear stores (out, in); draws are (in, out), as in the circuits.
                 residual, (fan_out, fan_in) = prefix.endswith("mlp.down"), module.weight.shape
                 weight = draw(f"{prefix}.weight", (fan_in, fan_out), residual=residual)
-                if prefix.startswith("embedding_"):  # stream and logits start as without it
+                if "embedding_" in prefix:  # stream and logits start as without it
                     std = (self.config.embedding_width or fan_in) ** -0.5
                     weight = draw.normal(f"{prefix}.weight", (fan_in, fan_out), std)
                 module.weight.copy_(weight.T)

@@ -21,7 +21,7 @@ from qkablate.attention import OV, OV_CIRCUITS, QK, QK_CIRCUITS, Attention, Spec
 from qkablate.attention.kernels.dispatch import KernelOptions
 from qkablate.attention.spec import UnsupportedCombination
 from qkablate.config import Config, ModelConfig, VariantConfig, resolve_variant
-from qkablate.config.variant import describe_unused, variant_sites
+from qkablate.config.variant import describe_unused, stream_width, variant_sites
 from qkablate.errors import ImpossibleConfig, UserError, not_one_of
 
 ENTRY_POINTS = "qkablate.circuits"  # the entry-point group for circuits of other packages
@@ -79,15 +79,17 @@ def circuit_classes(variant: VariantConfig) -> tuple[type[QK], type[OV]]:
 def make_spec(model: ModelConfig, variant: VariantConfig, site: str = "decoder") -> Spec:
     """Return the sizes and the initial scale of the circuits of a model at a site."""
     source = model.source or model.context
-    linear_sigma = (3 * model.d_model) ** -0.5  # of a uniform distribution within ±1/√d
+    width, d_source = stream_width(model, site), None
+    if site == "cross":
+        d_source = stream_width(model, "encoder")
     gpt2 = model.init == "gpt2"
     assert variant.rank is None or isinstance(variant.rank, int)
     assert variant.groups is None or isinstance(variant.groups, int)
     return Spec(
-        d_model=model.d_model,
+        d_model=width,
         heads=model.heads,
         bias=model.bias,
-        sigma=GPT2_SIGMA if gpt2 else linear_sigma,
+        sigma=GPT2_SIGMA if gpt2 else _linear_sigma(width),
         residual=residual_writes(model, site) ** -0.5 if gpt2 else 1.0,
         init="matched" if variant.init == "symmetric" else variant.init,
         symmetric=variant.init == "symmetric",
@@ -96,7 +98,14 @@ def make_spec(model: ModelConfig, variant: VariantConfig, site: str = "decoder")
         context=source if site == "encoder" else model.context,
         source=source if site == "cross" else None,
         causal=site == "decoder",
+        d_source=d_source,
+        source_sigma=None if gpt2 or d_source is None else _linear_sigma(d_source),
     )
+
+
+def _linear_sigma(fan_in: int) -> float:
+    """Return the standard deviation of a uniform distribution within ±1/√fan_in."""
+    return float((3 * fan_in) ** -0.5)
 
 
 def residual_writes(model: ModelConfig, site: str) -> int:
@@ -225,9 +234,11 @@ def _check_shapes(external: ExternalCircuit, layer: Attention) -> None:
         )
     model = copy.deepcopy(layer).to("meta")
     qk, ov, spec = model.qk, model.ov, model.qk.spec
-    x_BTD = torch.empty(2, 3, spec.d_model, device="meta")
-    q_BHTE, k_BGSE = qk(x_BTD, x_BTD)
-    v_BGSV = ov.values(x_BTD, k_BGSE)
+    x_BTD = y_BTD = torch.empty(2, 3, spec.d_model, device="meta")
+    if spec.d_keys != spec.d_model:
+        y_BTD = torch.empty(2, 3, spec.d_keys, device="meta")
+    q_BHTE, k_BGSE = qk(x_BTD, y_BTD)
+    v_BGSV = ov.values(y_BTD, k_BGSE)
     for what, result, expected in (
         ("queries", q_BHTE, (2, spec.heads, 3, qk.width)),
         ("keys", k_BGSE, (2, qk.key_heads, 3, qk.width)),

@@ -13,7 +13,7 @@ from typing import Any
 
 from qkablate.attention import Attention
 from qkablate.config import Config, ModelConfig, flatten
-from qkablate.config.variant import SITES
+from qkablate.config.variant import SITES, stream_width
 from qkablate.models.base import AttentionLayer, Model
 from qkablate.models.gpt import GPT, MLP
 
@@ -103,9 +103,9 @@ def forward_flops_per_token(
     for layer in model.attention_layers():
         flops += _cost_of(model, layer, tokens_per_pass, masked=masked).flops
     for name, module in model.named_modules():
-        if isinstance(module, GPT) and (maps := module.embedding_maps()):
-            up, down = (2 * part.weight.numel() for part in maps)
-            flops += up * sum(model.input_lengths()) / context + down
+        if isinstance(module, GPT):
+            maps = module.embedding_maps()
+            flops += sum(2 * part.weight.numel() * tokens for part, tokens in maps) / context
         elif isinstance(module, MLP):
             per_target = source / context if name.startswith("encoder.") else 1
             flops += 2 * per_target * (module.up.weight.numel() + module.down.weight.numel())
@@ -131,7 +131,7 @@ def cached_by_site(model: Model) -> dict[str, int]:
         if layer.site == "cross" and "x" in (layer.module.qk.cached, layer.module.ov.cached):
             copies += 1
     if copies:
-        numbers["cross"] -= (copies - 1) * model.config.d_model
+        numbers["cross"] -= (copies - 1) * stream_width(model.config, "encoder")
     return numbers
 
 
@@ -151,7 +151,7 @@ def describe_cost(config: Config, model: Model, vocabulary: int) -> list[dict[st
             {
                 "variant": config.variant.name,
                 "site": site,
-                "d_model": config.model.d_model,
+                "d_model": stream_width(config.model, site),
                 "heads": config.model.heads,
                 "layers": config.model.layers,
                 "context": context,
@@ -190,4 +190,4 @@ MAX_DECOMPOSITION = 2**37  # a few minutes
 
 def decomposition_steps(model: ModelConfig) -> int:
     """Return the order of the steps that decompose every B_h of a layer: d³ per head."""
-    return model.heads * model.d_model**3
+    return model.heads * max(model.d_model, stream_width(model, "encoder")) ** 3

@@ -1,9 +1,11 @@
 """Encoder and decoder, joined by cross-attention: a model that translates.
 
-Shape suffixes: B batch, T context, S source, A answers, P positions, D d_model, V vocabulary.
+Shape suffixes: B batch, T context, S source, A answers, P positions, D width of a stream, V
+vocabulary.
 """
 
 from collections.abc import Iterator
+from dataclasses import replace
 from functools import partial
 from typing import Unpack
 
@@ -12,8 +14,9 @@ from torch.nn import functional as F
 
 from qkablate.attention import Cache
 from qkablate.attention.kernels.dispatch import KernelOptions
-from qkablate.attention.kernels.matmul import linear
+from qkablate.attention.kernels.matmul import Linear, linear
 from qkablate.config import ModelConfig, VariantConfig
+from qkablate.config.variant import stream_width
 from qkablate.models.base import AttentionLayer
 from qkablate.models.catalogue import encoder_layers, make_attention
 from qkablate.models.gpt import GPT, Block, empty_embedding, make_norm
@@ -23,7 +26,8 @@ class EncoderDecoder(GPT):
     """A GPT whose blocks also attend to the output of an encoder (Vaswani et al., 2017).
 
     Both stacks share the token embedding and have position tables of their own. The encoder's
-    output is normalized once, so that all layers read the same source.
+    output is normalized once, so that all layers read the same source. An encoder of another width
+    has a token embedding of its own, or shares a factorized one and has a map of its own.
     """
 
     def __init__(
@@ -34,15 +38,22 @@ class EncoderDecoder(GPT):
         **options: Unpack[KernelOptions],
     ) -> None:
         super().__init__(config, variant, vocabulary, **options)
+        width = stream_width(config, "encoder")
+        self.source_token_embedding = self.source_embedding_up = None
+        if width != config.d_model and config.embedding_width is None:
+            self.source_token_embedding = empty_embedding(vocabulary, width)
+        elif width != config.d_model and config.embedding_width is not None:
+            self.source_embedding_up = Linear(config.embedding_width, width, bias=False)
         self.source_position_embedding = None
         if config.position == "learned":
             source = config.source or config.context
-            self.source_position_embedding = empty_embedding(source, config.d_model)
+            self.source_position_embedding = empty_embedding(source, width)
+        stack = replace(config, d_model=width)
         attention = partial(make_attention, config, variant, "encoder", **options)
         self.encoder = nn.ModuleList(
-            Block(config, attention(), causal=False) for _ in range(encoder_layers(config))
+            Block(stack, attention(), causal=False) for _ in range(encoder_layers(config))
         )
-        self.encoder_norm = make_norm(config)
+        self.encoder_norm = make_norm(stack)
 
     def input_lengths(self) -> tuple[int, ...]:
         return (self.config.source or self.config.context, self.config.context)
@@ -54,8 +65,20 @@ class EncoderDecoder(GPT):
         return y_BSD
 
     def _embed_source(self, source_BS: Tensor) -> Tensor:
-        table, mask_BS = self.source_position_embedding, self.source_mask(source_BS)
-        return self._embed(source_BS, table=table, key_mask_BS=mask_BS)
+        return self._embed(
+            source_BS,
+            key_mask_BS=self.source_mask(source_BS),
+            table=self.source_token_embedding,
+            up=self.source_embedding_up,
+            positions=self.source_position_embedding,
+        )
+
+    def embedding_maps(self) -> list[tuple[Linear, int]]:
+        maps = super().embedding_maps()
+        if not maps:
+            return []
+        up = self.source_embedding_up or maps[0][0]
+        return [*maps, (up, self.input_lengths()[0])]
 
     def forward(self, source_BS: Tensor, tokens_BT: Tensor) -> Tensor:  # type: ignore[override]
         """Return the logits of the next token of the target, logits_BTV."""

@@ -184,26 +184,32 @@ class GPT(Model):
         self,
         tokens_BT: Tensor,
         first: int = 0,
-        table: nn.Embedding | None = None,
         key_mask_BS: Tensor | None = None,
+        *,
+        table: nn.Embedding | None = None,
+        up: Linear | None = None,
+        positions: nn.Embedding | None = None,
     ) -> Tensor:
+        """Return the stream before the first block, from tables of the decoder unless given."""
         if key_mask_BS is not None:
             tokens_BT = tokens_BT.clamp(min=0)  # the padding is no token
-        x_BTD: Tensor = self.token_embedding(tokens_BT)
-        if self.embedding_up is not None:
-            x_BTD = self.embedding_up(x_BTD)
-        table = table or self.position_embedding
-        if table is not None:
-            x_BTD = x_BTD + table.weight[first : first + tokens_BT.shape[1]]
+        x_BTD: Tensor = (table or self.token_embedding)(tokens_BT)
+        if (up := up or self.embedding_up) is not None:
+            x_BTD = up(x_BTD)
+        if (positions := positions or self.position_embedding) is not None:
+            x_BTD = x_BTD + positions.weight[first : first + tokens_BT.shape[1]]
         if key_mask_BS is not None:
             x_BTD = x_BTD.masked_fill(~key_mask_BS[..., None], 0)
         x_BTD = self.dropout(x_BTD)
         return x_BTD
 
-    def embedding_maps(self) -> list[Linear]:
-        """Return the maps to d_model and back; the transpose of a single one is the other."""
-        up, down = self.embedding_up, self.embedding_down
-        return [] if up is None else [up, up if down is None else down]
+    def embedding_maps(self) -> list[tuple[Linear, int]]:
+        """Return the maps to d_model and back, and for how many tokens of a sequence each is used.
+
+        The transpose of a single one is the other.
+        """
+        up, down, context = self.embedding_up, self.embedding_down, self.config.context
+        return [] if up is None else [(up, context), (up if down is None else down, context)]
 
     @property
     def output_weight(self) -> Tensor:

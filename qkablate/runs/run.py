@@ -69,6 +69,7 @@ _EARLIER = {
     "model.embedding_width": None,
     "model.form": "decoder",
     "model.encoder_layers": None,
+    "model.encoder_d_model": None,
     "model.source": None,
     "variant.sites": "all",
 }

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from qkablate.attention import Attention
-from qkablate.config import ModelConfig
+from qkablate.config import ModelConfig, stream_width
 from qkablate.models.base import Model
 from qkablate.randomness import derive_key
 
@@ -142,11 +142,14 @@ def random_streams(model: ModelConfig, site: str, length: int, seed: int) -> tup
     The two of cross-attention differ in length, too.
     """
     context, source = (min(length, most) for most in (model.context, model.source or model.context))
+    width = stream_width(model, "encoder")
+    if site == "encoder":
+        return (random_stream(width, source, seed),)
+    stream = random_stream(model.d_model, context, seed)
     if site != "cross":
-        return (random_stream(model.d_model, source if site == "encoder" else context, seed),)
+        return (stream,)
     source -= source == context
-    names = {"stream": context, "source": source}
-    return tuple(random_stream(model.d_model, size, seed, name) for name, size in names.items())
+    return stream, random_stream(width, source, seed, "source")
 
 
 def random_stream(d_model: int, length: int, seed: int, name: str = "stream") -> Tensor:

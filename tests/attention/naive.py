@@ -24,7 +24,8 @@ def affine(a, x: Tensor, w: str, b: str, n: int, width: int) -> Tensor:
 
 def head_slice(a, x: Tensor, h: int) -> Tensor:
     """Return x E_h, the head's slice of a token."""
-    return x[h * a.k : (h + 1) * a.k]
+    width = len(x) // a.heads
+    return x[h * width : (h + 1) * width]
 
 
 def symmetric(a, x: Tensor, h: int) -> Tensor:
@@ -56,13 +57,13 @@ QUERY = {
     "GroupedQK": lambda a, x, h: w_q(a, x, h, a.k),
     "FourMatrixQK": lambda a, x, h: w_q(a, x @ a.p["a_q"], h, a.k),
     "CollaborativeQK": lambda a, x, h: w_q(a, x, 0, a.r) * a.p["mix"][h, 0],
-    "MergedQK": lambda a, x, h: affine(a, x, "w_qk", "u", h, a.d),
+    "MergedQK": lambda a, x, h: affine(a, x, "w_qk", "u", h, a.e),
     "SymmetricQK": symmetric,
     "SharedQK": lambda a, x, h: w_k(a, x, h, a.k),
     "SymDiag": lambda a, x, h: w_k(a, x, h, a.k) * columns(a, "diagonal", h, a.k),
     "SymPairwise": lambda a, x, h: w_k(a, x, h, a.k) @ a.p["u"][h],
     "NoQ": head_slice,
-    "NoK": lambda a, x, h: w_q(a, x, h, a.k),
+    "NoK": lambda a, x, h: w_q(a, x, h, a.e // a.heads),
     "NoQK": head_slice,
 }
 KEY = {
@@ -86,7 +87,7 @@ VALUE = {
     "SeparateOV": lambda a, y, h, key: affine(a, y, "w_v", "b_v", h, a.k),
     "GroupedOV": lambda a, y, h, key: affine(a, y, "w_v", "b_v", group(a, h), a.k),
     "FourOV": lambda a, y, h, key: affine(a, y @ a.p["a_v"], "w_v", "b_v", h, a.k),
-    "NoV": lambda a, y, h, key: head_slice(a, y, h) * (a.length if a.matched else 1),
+    "NoV": lambda a, y, h, key: head_slice(a, y, h) * (a.value_gain if a.matched else 1),
     "NoO": lambda a, y, h, key: (
         affine(a, y, "w_v", "b_v", h, a.k) * (a.length * a.residual if a.matched else 1)
     ),
@@ -99,14 +100,16 @@ OUT = {"MergedOV": "w_ov", "NoO": None, "NoVO": None}  # else w_o
 
 def scale(name: str, a) -> float:
     """Return the scale of the scores, 1/√d_head by default."""
+    slices = 1 / math.sqrt(a.e // a.heads)  # of the keys' stream
     if not a.matched:
-        return {"CollaborativeQK": math.sqrt(a.heads / (a.r or 1))}.get(name, 1 / math.sqrt(a.k))
+        special = {"CollaborativeQK": math.sqrt(a.heads / (a.r or 1)), "NoK": slices}
+        return special.get(name, 1 / math.sqrt(a.k))
     factors: dict[str, float] = {
         "LowRankQK": 1 / math.sqrt(a.r or 1),
         "WideQK": 1 / math.sqrt(a.d),
         "CollaborativeQK": math.sqrt(a.heads / (a.r or 1)),
         "NoQ": a.length / math.sqrt(a.k),
-        "NoK": a.length / math.sqrt(a.k),
+        "NoK": a.key_length * slices,
         "NoQK": a.length**2 / math.sqrt(a.k),
     }
     if a.cross:
@@ -136,8 +139,9 @@ def factor(layer, name: str, a, width: int) -> float:
         return 1.0
     if layer.norm.spec.init == "naive":
         return 1 / math.sqrt(a.k)
-    # Initially entries of y have size 1 and those of y W size σ√d.
-    entry = 1 if name in ("MergedQK", "SymmetricQK", "ReassociatedQK", "NoK", "NoQK") else a.length
+    # Initially entries of y have size 1 and those of y W size σ√e.
+    is_stream = name in ("MergedQK", "SymmetricQK", "ReassociatedQK", "NoK", "NoQK")
+    entry = 1 if is_stream else a.key_length
     return scale(name, a) * entry * math.sqrt(width)
 
 
@@ -155,9 +159,13 @@ def rotated(x: Tensor, position: int) -> Tensor:
 
 def facts(circuit) -> Any:
     spec = circuit.spec
+    e, key_sigma = spec.d_source or spec.d_model, spec.source_sigma or spec.sigma
     return SimpleNamespace(
         p=dict(circuit.named_parameters()),
         d=spec.d_model,
+        e=e,
+        key_length=key_sigma * math.sqrt(e),
+        value_gain=key_sigma * math.sqrt(spec.d_model),
         k=spec.d_model // spec.heads,
         heads=spec.heads,
         r=spec.rank,

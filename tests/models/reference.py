@@ -28,9 +28,9 @@ def logits(x: Tensor, model: Any) -> Tensor:
     return found
 
 
-def encoded(model: Any, tokens_BS: Tensor, table: Any, blocks: Any) -> Tensor:
+def encoded(tokens_BS: Tensor, embedding: Any, table: Any, blocks: Any) -> Tensor:
     """Return the stream after the blocks of an encoder."""
-    x: Tensor = model.token_embedding.weight[tokens_BS] + table.weight[: tokens_BS.shape[1]]
+    x: Tensor = embedding.weight[tokens_BS] + table.weight[: tokens_BS.shape[1]]
     for block in blocks:
         x = x + naive.attention(block.attention, norm(x, block.norm_1), None, causal=False)
         x = after_mlp(x, block)
@@ -39,13 +39,14 @@ def encoded(model: Any, tokens_BS: Tensor, table: Any, blocks: Any) -> Tensor:
 
 def encoder(model: Any, tokens_BT: Tensor) -> Tensor:
     """Return the logits of an encoder alone."""
-    x = encoded(model, tokens_BT, model.position_embedding, model.blocks)
+    x = encoded(tokens_BT, model.token_embedding, model.position_embedding, model.blocks)
     return logits(x, model)
 
 
 def encoder_decoder(model: Any, source_BS: Tensor, tokens_BT: Tensor) -> Tensor:
     """Return the logits of the target's next tokens."""
-    y = encoded(model, source_BS, model.source_position_embedding, model.encoder)
+    embedding = model.source_token_embedding or model.token_embedding
+    y = encoded(source_BS, embedding, model.source_position_embedding, model.encoder)
     y = norm(y, model.encoder_norm)
     x = (
         model.token_embedding.weight[tokens_BT]

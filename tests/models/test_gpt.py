@@ -126,7 +126,7 @@ def evaluated(formula: str, **sizes: int) -> float:
 def test_parameter_formulas(qk):
     """The formulas hold for every pair of circuits, at pairwise different sizes."""
     model = ModelConfig(d_model=24, heads=4, context=17)
-    sizes = {"d": 24, "h": 4, "k": 6, "r": 5, "g": 2, "T": 17}
+    sizes = {"d": 24, "e": 24, "h": 4, "k": 6, "r": 5, "g": 2, "T": 17, "S": 17}
     for ov, norm in product(OV_CIRCUITS, ("none", "qk", "unit_keys")):
         variant = VariantConfig(qk=qk, ov=ov, norm=norm, rank=5, groups=2)
         try:

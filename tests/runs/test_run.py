@@ -198,6 +198,8 @@ def test_a_key_in_the_code_that_runs_is_not_kept(tmp_path, monkeypatch):
         ({"tied": False}, False),
         ({"embedding_width": 128}, False),
         ({"form": "decoder", "encoder_layers": None, "source": None}, True),
+        ({"encoder_d_model": None}, True),
+        ({"encoder_d_model": 64}, False),
         ({"form": "encoder"}, False),
         ({"form": "encoder_decoder"}, False),
     ],
@@ -209,5 +211,6 @@ def test_younger_keys_of_the_model_keep_the_ids_of_earlier_runs(changes, is_same
         identity(Config(model=ModelConfig(**keys)), **facts) for keys in ({}, changes)
     )
     assert (run_id(plain) == run_id(changed)) == is_same
-    assert not {"tied", "form", "encoder_layers", "source"} & {*plain["model"]}
+    younger = {"tied", "form", "encoder_layers", "encoder_d_model", "source"}
+    assert not younger & {*plain["model"]}
     assert "sites" not in plain["variant"]

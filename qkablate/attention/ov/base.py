@@ -2,7 +2,8 @@
 
 Shape suffixes as in qk/base.py, V for the width of a head's value and G for value heads. In the
 ratios of first steps, standard's speed is √d (σ + σ_o): the gradient of W_v scales with the entries
-of W_o (σ_o), that of W_o with the values (σ√d).
+of W_o (σ_o), that of W_o with the values (σ√d). Where the stream of the values is e wide and not d,
+W_v has e/d times as many entries, and the values are of its size.
 """
 
 import math
@@ -28,8 +29,12 @@ class OV(Circuit):
         self.width, self.value_heads = spec.d_head, spec.heads  # V, G
         # Initial size of the entries of b_v W_o, relative to those of b_o.
         self.value_bias_gain = spec.projection_std * spec.residual
-        # Initial Σ|gradient| of standard's W_v and W_o, in units of d² entries of size 1.
-        self.standard_speed = math.sqrt(spec.d_model) * spec.sigma * (1 + spec.residual)
+        self.width_ratio = spec.d_keys / spec.d_model
+        # Initial Σ|gradient| of standard's W_o and W_v in units of σ√d · d², and of both in units
+        # of d² entries of size 1.
+        self.w_o_speed, self.w_v_speed = spec.key_ratio, self.width_ratio * spec.residual
+        both = self.w_o_speed + self.w_v_speed
+        self.standard_speed = math.sqrt(spec.d_model) * spec.sigma * both
 
     def values(self, y_BSD: Tensor, k_BGSE: Tensor) -> Tensor:
         """Return v_BGSV; the unmodified keys are passed for circuits that use them as values."""
@@ -54,8 +59,8 @@ class OV(Circuit):
 
     def _unit_values(self, qk: QK) -> Tensor:
         """Return v_HDV, the linear part of the affine map to the values."""
-        x_1ND = affine_basis(self.like, self.spec.d_model)
-        v_GNV = self.values(x_1ND, qk.keys(x_1ND))[0]
+        y_1ND = affine_basis(self.like, self.spec.d_keys)
+        v_GNV = self.values(y_1ND, qk.keys(y_1ND))[0]
         per_group = self.spec.heads // v_GNV.shape[0]
         return (v_GNV[:, 1:] - v_GNV[:, :1]).repeat_interleave(per_group, 0)
 
@@ -72,7 +77,7 @@ class OV(Circuit):
 
     def output_bias(self, qk: QK) -> Tensor:
         """Return c_D, what the biases write for any stream."""
-        zero_11D = self.like.new_zeros(1, 1, self.spec.d_model)
+        zero_11D = self.like.new_zeros(1, 1, self.spec.d_keys)
         v_1G1V = self.values(zero_11D, qk.keys(zero_11D))
         return self.write(v_1G1V.repeat_interleave(self.spec.heads // v_1G1V.shape[1], 1))[0, 0]
 

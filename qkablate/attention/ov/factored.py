@@ -25,12 +25,12 @@ class SeparateOV(OV):
     """Standard attention: M_h = W_v,h W_o,h."""
 
     equation = "M_h = W_v W_o"
-    params = "2 d²"
+    params = "d e + d²"
 
     def __init__(self, spec: Spec, qk: QK, value_heads: int | None = None) -> None:
         super().__init__(spec, qk)
         self.value_heads = spec.heads if value_heads is None else value_heads
-        self.w_v = empty_matrix(spec.d_model, self.value_heads * spec.d_head)
+        self.w_v = empty_matrix(spec.d_keys, self.value_heads * spec.d_head)
         self.w_o = empty_matrix(spec.heads * spec.d_head, spec.d_model)
         self.b_v = empty_bias(spec, self.value_heads * spec.d_head)
         self.b_o = empty_bias(spec, spec.d_model)
@@ -52,7 +52,7 @@ class SeparateOV(OV):
 
 
 class FourOV(SeparateOV):
-    """Two factors before the heads: v = y A_v W_v, with A d × d, shared by all heads.
+    """Two factors before the heads: v = y A_v W_v, with A as wide as y and shared by all heads.
 
     The companion of `FourMatrixQK`, for the values: the same functions as standard, other training.
     The gradient of A sums over all heads, so that Σ|gradient| of the first two factors is (1 + σ√d)
@@ -61,28 +61,29 @@ class FourOV(SeparateOV):
 
     factors = 3
     equation = "M_h = A_v W_v W_o"
-    params = "3 d²"
+    params = "e² + d e + d²"
     source = "Vaswani et al. 2017, read literally"
     naive_match = "none"
 
     def __init__(self, spec: Spec, qk: QK) -> None:
         super().__init__(spec, qk)
-        self.a_v = empty_matrix(spec.d_model, spec.d_model)
-        residual, length = spec.residual, spec.projection_std
+        self.a_v = empty_matrix(spec.d_keys, spec.d_keys)
+        w_o, w_v, root = self.w_o_speed, self.w_v_speed, math.sqrt(self.width_ratio)
         if spec.init == "matched":
             self.match = "spread"
-            self.lr_multiplier = (1 + residual) / (1 + residual * (1 + length))
+            moved = w_o + w_v * (1 + spec.key_std * root)
         else:  # y A is σ√d times as long as y, and so are the values
             self.match = "none"
-            self.lr_multiplier = (1 + residual) / (length * (1 + 2 * residual))
+            moved = spec.key_std * (w_o + w_v * (1 + root))
             self.bias_lr_multiplier = 1.0
+        self.lr_multiplier = (w_o + w_v) / moved
 
     def values(self, y_BSD: Tensor, k_BGSE: Tensor) -> Tensor:
         return super().values(apply_matrix(y_BSD, self.a_v), k_BGSE)
 
     def adjust_init_(self) -> None:
         if self.spec.init == "matched":
-            self.a_v.div_(self.spec.projection_std)
+            self.a_v.div_(self.spec.key_std)
 
     def set_circuit_(self, m_HDD: Tensor) -> None:
         super().set_circuit_(m_HDD)
@@ -93,7 +94,7 @@ class GroupedOV(SeparateOV):
     """Values shared by the heads of a group; the gradient of a W_v sums over h/g heads."""
 
     equation = "M_h = W_v,g W_o, g values"
-    params = "d² + d g k"
+    params = "d² + e g k"
     removes = "part of W_v"
     uses: ClassVar[tuple[str, ...]] = ("groups",)
 
@@ -106,7 +107,8 @@ class GroupedOV(SeparateOV):
         super().__init__(spec, qk, value_heads=spec.groups)
         self.match = "exact" if spec.groups == spec.heads else "spread"
         root, gain = math.sqrt(self.value_heads / spec.heads), self.value_bias_gain
-        self.lr_multiplier = (1 + spec.residual) / (1 + spec.residual * root)
+        w_o, w_v = self.w_o_speed, self.w_v_speed
+        self.lr_multiplier = (w_o + w_v) / (w_o + w_v * root)
         self.bias_lr_multiplier = (1 + gain) / (1 + gain * root)
 
 
@@ -159,7 +161,7 @@ class TiedOV(OV):
 
 
 class MergedOV(OV):
-    """One free d × d matrix per head instead of W_v W_o.
+    """One free matrix per head instead of W_v W_o.
 
     Computed as (A_h X) M_h: the heads average x, so a decoder caches only x, and no values of width
     h·d are stored. The FLOPs are those of A_h (X M_h).
@@ -167,7 +169,7 @@ class MergedOV(OV):
 
     factors = 1
     equation = "M_h = W, free d × d"
-    params = "h d²"
+    params = "h d e"
     removes = "W_v, W_o for one W"
     source = "Elhage et al. 2021"
     cached = "x"
@@ -175,10 +177,10 @@ class MergedOV(OV):
 
     def __init__(self, spec: Spec, qk: QK) -> None:
         super().__init__(spec, qk)
-        self.width, self.value_heads = spec.d_model, 1
-        self.w_ov = empty_matrix(spec.heads * spec.d_model, spec.d_model)
+        self.width, self.value_heads = spec.d_keys, 1
+        self.w_ov = empty_matrix(spec.heads * spec.d_keys, spec.d_model)
         self.b_ov = empty_bias(spec, spec.d_model)  # as expressive as b_v and b_o
-        self.lr_multiplier = self.standard_speed / spec.heads
+        self.lr_multiplier = self.standard_speed / spec.heads / self.width_ratio
         self.bias_lr_multiplier = 1 + self.value_bias_gain
 
     def values(self, y_BSD: Tensor, k_BGSE: Tensor) -> Tensor:
@@ -200,7 +202,7 @@ class MergedOV(OV):
             self.b_ov.copy_(standard.b_o + standard.b_v @ standard.w_o)
 
     def set_circuit_(self, m_HDD: Tensor) -> None:
-        """Set any d × d matrices."""
+        """Set any matrices."""
         self.w_ov.copy_(m_HDD.flatten(0, 1))
         zero_(self.b_ov)
 

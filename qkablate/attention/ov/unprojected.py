@@ -1,5 +1,8 @@
 """OV circuits without a W_v or W_o: heads read or write their slice of the stream."""
 
+import math
+from functools import partial
+
 import torch
 from torch import Tensor, nn
 
@@ -7,7 +10,7 @@ from qkablate.attention.linalg import fit_slices, head_slices
 from qkablate.attention.ov.base import OV, join_heads, zero_
 from qkablate.attention.projection.moments import Moments
 from qkablate.attention.qk import QK
-from qkablate.attention.spec import Spec
+from qkablate.attention.spec import Draw, Spec
 from qkablate.attention.tensors import (
     apply_matrix,
     concat_heads,
@@ -35,21 +38,28 @@ class NoV(_SliceOV):
     """No W_v: head h's values are its slice of x, M_h = g E_h W_o,h.
 
     A slice of a normalized x is 1/(σ√d) times as long as standard's values; g = σ√d compensates
-    (naive: g = 1). Only W_o is trained.
+    (naive: g = 1). Only W_o is trained. In cross-attention with a source of width e, the slice is
+    e/h wide, and g = σ √d of W_v's σ.
     """
 
     equation = "M_h = g E_h W_o, v is a slice of x"
-    params = "d²"
+    params = "d e"
     removes = "W_v"
     source = "question: is W_v needed?"
 
     def __init__(self, spec: Spec, qk: QK) -> None:
         super().__init__(spec, qk)
-        self.w_o = empty_matrix(spec.heads * spec.d_head, spec.d_model)
+        self.width = spec.d_keys // spec.heads
+        self.w_o = empty_matrix(spec.d_keys, spec.d_model)
         self.b_o = empty_bias(spec, spec.d_model)
-        self.gain = spec.projection_std if spec.init == "matched" else 1.0
-        self.lr_multiplier = self.standard_speed / self.gain
+        matched_gain = spec.key_std / math.sqrt(self.width_ratio)
+        self.gain = matched_gain if spec.init == "matched" else 1.0
+        self.lr_multiplier = self.standard_speed / self.gain / self.width_ratio
         self.bias_lr_multiplier = 1 + self.value_bias_gain
+
+    @torch.no_grad()
+    def init_(self, draw: Draw) -> None:
+        super().init_(partial(draw, fan_in=self.spec.d_model))
 
     def write(self, o_BHTV: Tensor) -> Tensor:
         return apply_matrix(join_heads(o_BHTV) * self.gain, self.w_o, self.b_o)
@@ -60,7 +70,7 @@ class NoV(_SliceOV):
 
     def set_nearest_(self, m_HDD: Tensor, moments: Moments) -> None:
         """Predict the output from the slice alone, by least squares."""
-        self._set_rows_(fit_slices(moments.z_HDD, m_HDD, self.spec.d_head))
+        self._set_rows_(fit_slices(moments.z_HDD, m_HDD, self.width))
 
     def _set_rows_(self, rows_HKD: Tensor) -> None:
         self.w_o.copy_(rows_HKD.flatten(0, 1) / self.gain)
@@ -75,17 +85,17 @@ class NoO(_SliceOV):
     """
 
     equation = "M_h = g W_v E_hᵀ, heads write their slice"
-    params = "d²"
+    params = "d e"
     removes = "W_o"
     source = "question: is W_o needed?"
     cached = "v"
 
     def __init__(self, spec: Spec, qk: QK) -> None:
         super().__init__(spec, qk)
-        self.w_v = empty_matrix(spec.d_model, spec.heads * spec.d_head)
+        self.w_v = empty_matrix(spec.d_keys, spec.heads * spec.d_head)
         self.b_v = empty_bias(spec, spec.heads * spec.d_head)
         self.gain = self.value_bias_gain if spec.init == "matched" else 1.0
-        self.lr_multiplier = self.standard_speed / self.gain
+        self.lr_multiplier = self.standard_speed / self.gain / self.width_ratio
         self.bias_lr_multiplier = (1 + self.value_bias_gain) / self.gain
 
     def values(self, y_BSD: Tensor, k_BGSE: Tensor) -> Tensor:
@@ -116,6 +126,7 @@ class NoVO(_SliceOV):
     params = "h"
     removes = "W_v, W_o"
     source = "He & Hofmann 2024"
+    one_width_reason = "a slice of one stream is written to a slice of the other"
 
     def __init__(self, spec: Spec, qk: QK) -> None:
         super().__init__(spec, qk)

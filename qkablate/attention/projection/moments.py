@@ -1,7 +1,7 @@
 """Second moments of the residual stream, which weight the errors of a projection.
 
-Shape suffixes: H heads, D d_model, L = D + 1: the stream with a constant 1 appended, which
-multiplies a bias.
+Shape suffixes: H heads, D width of a stream, L = D + 1: the stream with a constant 1 appended,
+which multiplies a bias. The streams of queries and keys may differ in width.
 """
 
 from dataclasses import dataclass
@@ -51,5 +51,5 @@ def sqrt_and_inverse(moment_DD: Tensor) -> tuple[Tensor, Tensor]:
 
 def with_bias(b_HDD: Tensor, u_HD: Tensor | None) -> Tensor:
     """Append u to B as the row that multiplies the constant 1."""
-    u_HD = torch.zeros_like(b_HDD[..., 0]) if u_HD is None else u_HD
+    u_HD = torch.zeros_like(b_HDD[:, 0]) if u_HD is None else u_HD
     return torch.cat([b_HDD, u_HD.unsqueeze(1)], 1)

@@ -3,8 +3,8 @@
 A class computes queries from one stream and keys from another; everything else (B_h, conversions,
 costs, caches, checks) follows from these two maps.
 
-Shape suffixes: B batch, T queries, S keys, D d_model, H heads, G key heads (H, or fewer, shared),
-K head size, E width of the score product.
+Shape suffixes: B batch, T queries, S keys, D d_model or, of keys, d_source, H heads, G key heads
+(H, or fewer, shared), K head size, E width of the score product.
 """
 
 import copy
@@ -26,7 +26,7 @@ class QK(Circuit):
     cached: ClassVar[str] = "k"
     no_rope_reason: ClassVar[str] = ""  # why keys and queries cannot be rotated
 
-    can_start_symmetric: ClassVar[bool] = False  # has a W_q and a W_k of one shape
+    can_start_symmetric: ClassVar[bool] = False  # W_q and W_k, if it has any, are of one shape
     key_factors = 1  # number of the factors that belong to the keys
     only_diagonal_differs = False  # initial scores match standard's except for i = j
     spread = 1.0  # what the scale divides by, so that initial scores spread as standard's
@@ -59,8 +59,8 @@ class QK(Circuit):
         """
         if self.no_circuit_reason:
             raise UnsupportedCombination(self.no_circuit_reason)
-        x_1ND = affine_basis(self.like, self.spec.d_model)
-        q_HNE, k_GNE = self.queries(x_1ND)[0], self.keys(x_1ND)[0]
+        x_1ND, y_1ND = (affine_basis(self.like, d) for d in (self.spec.d_model, self.spec.d_keys))
+        q_HNE, k_GNE = self.queries(x_1ND)[0], self.keys(y_1ND)[0]
         k_HNE = k_GNE.repeat_interleave(self.spec.heads // k_GNE.shape[0], 0)
         return q_HNE[:, 1:] - q_HNE[:, :1], k_HNE[:, 1:] - k_HNE[:, :1], q_HNE[:, 0]
 
@@ -99,8 +99,10 @@ class QK(Circuit):
         if smallest <= 1e-18 * float(moments.score_power(target_HLD).sum()):
             return
         x_DD, keys_DD = moments.x_LL[:-1, :-1], moments.key_covariance()
-        # Some forms need the same basis on both sides.
-        for left_DD, right_DD in ((x_DD, keys_DD), (x_DD, x_DD), (keys_DD, keys_DD)):
+        bases = [(x_DD, keys_DD)]
+        if len(x_DD) == len(keys_DD):  # some forms need the same basis on both sides
+            bases += [(x_DD, x_DD), (keys_DD, keys_DD)]
+        for left_DD, right_DD in bases:
             left, left_inverse = sqrt_and_inverse(left_DD)
             right, right_inverse = sqrt_and_inverse(right_DD)
             self.set_circuit_(left @ b_HDD @ right, u_HD)
@@ -111,5 +113,5 @@ class QK(Circuit):
 
     @property
     def key_norm(self) -> float:
-        """Expected length of a key at initialization, for normalized x."""
-        return math.sqrt(self.width) * (1 if self.cached == "x" else self.spec.projection_std)
+        """Expected length of a key at initialization, for a normalized stream."""
+        return math.sqrt(self.width) * (1 if self.cached == "x" else self.spec.key_std)

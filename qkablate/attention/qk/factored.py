@@ -27,7 +27,7 @@ class SeparateQK(QK):
     """
 
     equation = "B_h = W_q W_kᵀ"
-    params = "2 d²"
+    params = "d² + d e"
     source = "Vaswani et al. 2017"
     can_start_symmetric: ClassVar[bool] = True
 
@@ -37,7 +37,7 @@ class SeparateQK(QK):
         self.key_heads = spec.heads if key_heads is None else key_heads
         self.scale = 1 / math.sqrt(self.width)
         self.w_q = empty_matrix(spec.d_model, spec.heads * self.width)
-        self.w_k = empty_matrix(spec.d_model, self.key_heads * self.width)
+        self.w_k = empty_matrix(spec.d_keys, self.key_heads * self.width)
         # b_k only shifts rows of scores, which softmax is invariant to; GPT-2 has it.
         self.b_q = empty_bias(spec, spec.heads * self.width)
         self.b_k = empty_bias(spec, self.key_heads * self.width)
@@ -76,7 +76,7 @@ class LowRankQK(SeparateQK):
     """
 
     equation = "B_h = U Vᵀ of rank r"
-    params = "2 h d r"
+    params = "h d r + h e r"
     source = "Bhojanapalli et al. 2020"
     uses: ClassVar[tuple[str, ...]] = ("rank",)
 
@@ -95,7 +95,7 @@ class WideQK(LowRankQK):
     """Queries and keys as wide as the stream: B_h has full rank but is still a product of two."""
 
     equation = "B_h = W_q W_kᵀ, d_model wide"
-    params = "2 h d²"
+    params = "h d² + h d e"
     source = "Bhojanapalli et al. 2020"
     uses: ClassVar[tuple[str, ...]] = ()
 
@@ -116,7 +116,7 @@ class ReassociatedQK(SeparateQK):
 
     def __init__(self, spec: Spec) -> None:
         super().__init__(spec)
-        self.width, self.key_heads = spec.d_model, 1
+        self.width, self.key_heads = spec.d_keys, 1
 
     def queries(self, x_BTD: Tensor) -> Tensor:
         heads, (w_q_HDK, w_k_HDK) = self.spec.heads, self.low_rank_factors()
@@ -137,7 +137,7 @@ class ReassociatedQK(SeparateQK):
         )
 
     def flops_per_token(self) -> int:
-        return 2 * self.spec.heads * self.spec.d_model**2
+        return 2 * self.spec.heads * self.spec.d_model * self.spec.d_keys
 
     def flops_per_key(self) -> int:
         return 0
@@ -154,7 +154,7 @@ class GroupedQK(SeparateQK):
     """
 
     equation = "B_h = W_q W_k,gᵀ, g keys"
-    params = "d² + d g k"
+    params = "d² + e g k"
     removes = "part of W_k"
     can_start_symmetric: ClassVar[bool] = False
     source = "Ainslie et al. 2023"
@@ -163,33 +163,40 @@ class GroupedQK(SeparateQK):
     def __init__(self, spec: Spec) -> None:
         super().__init__(spec, key_heads=spec.groups)
         self.match = "exact" if spec.groups == spec.heads else "spread"
-        self.lr_multiplier = 2 / (1 + math.sqrt(self.key_heads / spec.heads))
+        speed = spec.key_speed
+        self.lr_multiplier = (1 + speed) / (1 + speed * math.sqrt(self.key_heads / spec.heads))
 
 
 class FourMatrixQK(SeparateQK):
-    """Two factors on each side: q = x A_q W_q and k = y A_k W_k, with A d × d, shared by all heads.
+    """Two factors on each side: q = x A_q W_q and k = y A_k W_k, with A as wide as its stream.
 
     It represents the same functions as standard (the factors fold) but trains differently. A is
-    initialized with entries of 1/√d, so that x A is as long as x. The gradient of A sums over all
-    heads, that of W over one: the sum of gradients is (1 + σ√d) times standard's.
+    shared by all heads and initialized with entries of 1/√d, so that x A is as long as x. The
+    gradient of A sums over all heads, that of W over one: the sum of gradients is (1 + σ√d) times
+    standard's.
     """
 
     factors, key_factors = 4, 2
     can_start_symmetric: ClassVar[bool] = False
     equation = "B_h = A_q W_q (A_k W_k)ᵀ"
-    params = "4 d²"
+    params = "2 d² + e² + d e"
     source = "question: why not four?"
 
     def __init__(self, spec: Spec) -> None:
         super().__init__(spec)
-        self.a_q, self.a_k = (empty_matrix(spec.d_model, spec.d_model) for _ in range(2))
+        self.a_q, self.a_k = (empty_matrix(d, d) for d in (spec.d_model, spec.d_keys))
+        speed, length, ratio = spec.key_speed, spec.projection_std, spec.key_ratio
+        root = math.sqrt(spec.d_keys / spec.d_model)
         if spec.init == "matched":
-            self.match, self.lr_multiplier = "spread", 1 / (1 + spec.projection_std)
+            self.match = "spread"
+            moved = 1 + length + speed * (1 + length * ratio * root)
         else:
             # Unscaled, x A is σ√d times as long as x on both sides, so gradients are σ²d times as
             # large.
-            self.match, self.lr_multiplier = "none", 1 / (2 * spec.projection_std**2)
-            self.bias_lr_multiplier = 1 / spec.projection_std
+            self.match = "none"
+            moved = length**2 * ratio * (2 + speed * (1 + root))
+            self.bias_lr_multiplier = 1 / spec.key_std
+        self.lr_multiplier = (1 + speed) / moved
 
     def queries(self, x_BTD: Tensor) -> Tensor:
         return super().queries(apply_matrix(x_BTD, self.a_q))
@@ -199,8 +206,8 @@ class FourMatrixQK(SeparateQK):
 
     def adjust_init_(self) -> None:
         if self.spec.init == "matched":
-            for a in (self.a_q, self.a_k):
-                a.div_(self.spec.projection_std)
+            self.a_q.div_(self.spec.projection_std)
+            self.a_k.div_(self.spec.key_std)
 
     def set_circuit_(self, b_HDD: Tensor, u_HD: Tensor | None = None) -> None:
         super().set_circuit_(b_HDD, u_HD)
@@ -218,7 +225,7 @@ class CollaborativeQK(QK):
 
     factors = 3
     equation = "B_h = W_q diag(m_h) W_kᵀ, W shared by heads"
-    params = "2 d r + h r"
+    params = "d r + e r + h r"
     removes = "W_q, W_k per head"
     source = "Cordonnier et al. 2020"
     uses: ClassVar[tuple[str, ...]] = ("rank",)
@@ -228,7 +235,7 @@ class CollaborativeQK(QK):
         assert spec.rank is not None
         self.width, self.key_heads = spec.rank, 1
         self.scale = math.sqrt(spec.heads / spec.rank)
-        self.w_q, self.w_k = (empty_matrix(spec.d_model, spec.rank) for _ in range(2))
+        self.w_q, self.w_k = (empty_matrix(d, spec.rank) for d in (spec.d_model, spec.d_keys))
         self.mix = torch.nn.Parameter(torch.empty(spec.heads, 1, spec.rank))
         self.b_q = empty_bias(spec, spec.rank)  # mixed per head, the content bias of the paper
         self.match = "spread" if spec.init == "matched" else "none"
@@ -238,7 +245,7 @@ class CollaborativeQK(QK):
         # The gradient of W is weighted by a column of mixing entries: its mean length.
         half = math.exp(math.lgamma((h + 1) / 2) - math.lgamma(h / 2))
         column = self.mix_std * math.sqrt(2) * half
-        mixing = h * spec.sigma / (2 * math.sqrt(spec.d_model))
+        mixing = h * spec.sigma / ((1 + spec.key_speed) * math.sqrt(spec.d_model))
         self.lr_multiplier = 1 / (share * (column + mixing))
         mix_norm = self.mix_std * math.sqrt(h)
         self.bias_lr_multiplier = math.sqrt(spec.d_model / spec.rank) / mix_norm

@@ -1,4 +1,4 @@
-"""One d × d matrix per head in place of W_q W_kᵀ. Shape suffixes as in base.py."""
+"""One full matrix per head in place of W_q W_kᵀ. Shape suffixes as in base.py."""
 
 import math
 from functools import partial
@@ -13,7 +13,7 @@ from qkablate.attention.tensors import by_head, concat_heads, empty_bias, empty_
 
 
 class _FullMatrixQK(QK):
-    """Base of the circuits that learn a d × d matrix W_h, and u_h where the model has biases.
+    """Base of the circuits that learn a full matrix W_h, and u_h where the model has biases.
 
     u_h = W_k b_q is as expressive as b_q and b_k. The keys are the stream itself, shared by all
     heads, which the kernels exploit. The scale is standard's 1/√d_head.
@@ -32,12 +32,14 @@ class _FullMatrixQK(QK):
 
     def __init__(self, spec: Spec) -> None:
         super().__init__(spec)
-        self.width, self.key_heads = spec.d_model, 1
+        self.width, self.key_heads = spec.d_keys, 1
         self.u: nn.Parameter | None
         # u replaces b_q alone, because softmax is invariant to b_k.
-        self.bias_lr_multiplier = spec.d_head * spec.sigma / math.sqrt(spec.d_model)
-        # One Adam step of W moves the scores √d / (2 k σ) times as far as one of W_q and W_k.
-        self.lr_multiplier = 2 * self.bias_lr_multiplier
+        query = spec.d_head * spec.sigma / math.sqrt(spec.d_model)
+        self.bias_lr_multiplier = query / spec.key_speed
+        # One Adam step of W moves the scores √d / (2 k σ) times as far as one of W_q and W_k, or
+        # 1 / (k σ (1/√d + 1/√e)) times where the stream of the keys is e wide.
+        self.lr_multiplier = query + self.bias_lr_multiplier
 
     @torch.no_grad()
     def init_(self, draw: Draw) -> None:
@@ -69,19 +71,19 @@ class MergedQK(_FullMatrixQK):
     """
 
     equation = "B_h = W, free d × d"
-    params = "h d²"
+    params = "h d e"
     source = "question: is one W enough?"
 
     def __init__(self, spec: Spec) -> None:
         super().__init__(spec)
-        self.w_qk = empty_matrix(spec.d_model, spec.heads * spec.d_model)
-        self.u = empty_bias(spec, spec.heads * spec.d_model)
+        self.w_qk = empty_matrix(spec.d_model, spec.heads * spec.d_keys)
+        self.u = empty_bias(spec, spec.heads * spec.d_keys)
 
     def queries(self, x_BTD: Tensor) -> Tensor:
         return map_to_heads(x_BTD, self.w_qk, self.u, self.spec.heads)
 
     def set_circuit_(self, b_HDD: Tensor, u_HD: Tensor | None = None) -> None:
-        """Set any d × d matrices."""
+        """Set any matrices."""
         self.w_qk.copy_(concat_heads(b_HDD))
         self._set_bias_(u_HD)
 
@@ -101,6 +103,7 @@ class SymmetricQK(_FullMatrixQK):
     equation = "B_h = W = Wᵀ, d × d"
     params = "h d (d+1) / 2"
     source = "Saponati et al. 2025"
+    one_width_reason = "a symmetric W is square"
     match = "spread"
     init_gain = math.sqrt(2)
 

@@ -27,6 +27,7 @@ class SharedQK(QK):
     params = "d²"
     removes = "W_q"
     source = "Kitaev et al. 2020"
+    one_width_reason = "one projection makes queries and keys"
 
     def __init__(self, spec: Spec) -> None:
         super().__init__(spec)

@@ -49,6 +49,7 @@ class NoQK(_SliceQK):
     equation = "B_h = E_h E_hᵀ, q = k = a slice of x"
     params = "0"
     removes = "W_q, W_k"
+    one_width_reason = "a slice of one stream multiplies a slice of the other"
 
     def __init__(self, spec: Spec) -> None:
         super().__init__(spec)
@@ -63,14 +64,16 @@ class _OneSidedQK(_SliceQK):
 
     match = "spread"
     naive_match = "none"
-    params = "d²"
+    params = "d e"
 
-    def __init__(self, spec: Spec) -> None:
-        super().__init__(spec)
-        if spec.init == "matched":
-            self.scale *= spec.projection_std
+    def _match_(self, projection_std: float, matched_lr: float) -> None:
+        """Set scale and rate, given the size of what standard has in place of the slice."""
         # Unscaled, a step moves the scores 1/(2 σ√d) times as far as standard's; matched, half.
-        self.lr_multiplier = 2.0 if spec.init == "matched" else 2 * spec.projection_std
+        if self.spec.init == "matched":
+            self.scale *= projection_std
+            self.lr_multiplier = matched_lr
+        else:
+            self.lr_multiplier = matched_lr * projection_std
 
 
 class NoQ(_OneSidedQK):
@@ -85,8 +88,9 @@ class NoQ(_OneSidedQK):
 
     def __init__(self, spec: Spec) -> None:
         super().__init__(spec)
-        self.w_k = empty_matrix(spec.d_model, spec.heads * spec.d_head)
+        self.w_k = empty_matrix(spec.d_keys, spec.heads * spec.d_head)
         self.b_k = empty_bias(spec, spec.heads * spec.d_head)
+        self._match_(spec.projection_std, 1 + 1 / spec.key_speed)
 
     def keys(self, y_BSD: Tensor) -> Tensor:
         return map_to_heads(y_BSD, self.w_k, self.b_k, self.spec.heads)
@@ -106,16 +110,24 @@ class NoQ(_OneSidedQK):
 
 
 class NoK(_OneSidedQK):
-    """No W_k: head h's key is its slice of x, B_h = W_q,h E_hᵀ; initialized and scaled as NoQ."""
+    """No W_k: head h's key is its slice of x, B_h = W_q,h E_hᵀ; initialized and scaled as NoQ.
+
+    In cross-attention the slice is as wide as the source has dimensions per head, and so are the
+    queries.
+    """
 
     equation = "B_h = W_q E_hᵀ, k is a slice of x"
     removes = "W_k"
 
     def __init__(self, spec: Spec) -> None:
         super().__init__(spec)
-        self.w_q = empty_matrix(spec.d_model, spec.heads * spec.d_head)
-        self.b_q = empty_bias(spec, spec.heads * spec.d_head)
-        self.bias_lr_multiplier = 1.0 if spec.init == "matched" else spec.projection_std
+        self.width = spec.d_keys // spec.heads
+        self.scale = 1 / math.sqrt(self.width)
+        self.w_q = empty_matrix(spec.d_model, spec.d_keys)
+        self.b_q = empty_bias(spec, spec.d_keys)
+        root = math.sqrt(spec.d_model / spec.d_keys)
+        self._match_(spec.key_std, (1 + spec.key_speed) * root)
+        self.bias_lr_multiplier = root if spec.init == "matched" else root * spec.key_std
 
     def queries(self, x_BTD: Tensor) -> Tensor:
         return map_to_heads(x_BTD, self.w_q, self.b_q, self.spec.heads)
@@ -127,7 +139,7 @@ class NoK(_OneSidedQK):
     def set_nearest_(self, b_HDD: Tensor, u_HD: Tensor | None, moments: Moments) -> None:
         """Predict the keys from the slice alone, by least squares."""
         keys_DD, target_HLD = moments.key_covariance(), with_bias(b_HDD, u_HD)
-        self._set_columns_(fit_slices(keys_DD, target_HLD.mT, self.spec.d_head).mT)
+        self._set_columns_(fit_slices(keys_DD, target_HLD.mT, self.width).mT)
 
     def _set_columns_(self, columns_HLK: Tensor) -> None:
         self.w_q.copy_(concat_heads(columns_HLK[:, :-1]))
@@ -145,6 +157,7 @@ class Uniform(QK):
     removes = "W_q, W_k, scores"
     source = "lower bound"
     cached = ""
+    can_start_symmetric = True  # it has no W_q and W_k that could differ
     no_rope_reason = "there are no queries and keys to rotate"
     no_circuit_reason = "the scores do not depend on x"
 
@@ -171,8 +184,9 @@ class StaticScores(Uniform):
 
     match = "spread"
     naive_match = "none"
+    can_start_symmetric = False
     equation = "score(i, j) = a learned table"
-    params = "h T²"
+    params = "h T S"
     removes = "W_q, W_k, content"
     source = "Tay et al. 2020"
 
@@ -182,7 +196,8 @@ class StaticScores(Uniform):
         keys = spec.source or spec.context
         self.table = nn.Parameter(torch.empty(spec.heads, spec.context, keys))
         moved = spec.heads * math.sqrt(spec.context * keys) * math.sqrt(spec.d_head)
-        speed = 2 * math.sqrt(2 if spec.causal else 1) * spec.d_model**2 * spec.projection_std
+        entries = math.sqrt(2 if spec.causal else 1) * spec.d_model**2
+        speed = (1 + spec.key_speed) * entries * spec.key_std
         self.lr_multiplier = speed / moved
 
     def adjust_init_(self) -> None:

@@ -43,6 +43,7 @@ def print_spectra(singular: list[Any], shown: list[tuple[int, int]]) -> None:
     print("\nsingular values (bars relative to the largest)")
     for layer, head in shown:
         values = [] if singular[layer] is None else singular[layer][head]
+        values = [value for value in values if value is not None]  # fewer in a narrow layer
         listed = ", ".join(f"{value:.3g}" for value in values[:_LISTED])
         rest = f", … {values[-1]:.3g}" if len(values) > _LISTED else ""
         print(f"  L{layer} H{head}  {sparkline(values)}  {listed}{rest}")

@@ -1,7 +1,8 @@
 """The size at which an arm costs what its baseline costs, in whole units.
 
 The width of the MLP is adjusted, alone or after d_model or layers have moved in whole steps. With
-all other keys fixed, a cost is affine in the MLP's width, so two sizes give it for every width.
+all other keys fixed, a cost is affine in the MLP's width, so two sizes give it for every width; up
+to rounding, where the MLPs of an encoder and a decoder differ in width.
 """
 
 import math
@@ -10,7 +11,7 @@ from dataclasses import dataclass
 from fractions import Fraction
 from typing import Protocol
 
-from qkablate.config import ModelConfig
+from qkablate.config import ModelConfig, stream_width
 from qkablate.config.sweep import ControlConfig
 from qkablate.errors import UserError
 
@@ -184,6 +185,10 @@ class _Search:
         """Return the MLP that meets the target best at n steps; None where n is refused."""
         d_model, nominal = self._d_model(n), self._nominal(n)
         other = nominal - 1 if nominal > 1 else 2
+        # The MLP of an encoder of another width has the same ratio, rounded to whole units.
+        rounds = stream_width(self.start, "encoder") != self.start.d_model
+        if rounds:
+            other = nominal + d_model  # one more in the ratio, in whole units on both sides
         cost, other_cost = self._cost_at(n, nominal), self._cost_at(n, other)
         if cost is None or other_cost is None:
             return None
@@ -191,10 +196,13 @@ class _Search:
         exact = nominal + (self.target - cost) / slope
 
         def mismatch(units: int) -> float:
-            return (cost + (units - nominal) * slope - self.target) / self.target
+            found = self._cost_at(n, units) if rounds and units >= 1 else None
+            found = cost + (units - nominal) * slope if found is None else found
+            return (found - self.target) / self.target
 
         below = math.floor(exact)
-        units = min(below, below + 1, key=lambda m: (abs(mismatch(m)), abs(m - nominal)))
+        near = range(below - 1, below + 3) if rounds else (below, below + 1)
+        units = min(near, key=lambda m: (abs(mismatch(m)), abs(m - nominal)))
         ratio = self.start.mlp_ratio
         return _Candidate(
             n=n,

@@ -5,7 +5,7 @@ from dataclasses import replace
 
 import torch
 
-from qkablate.config import EngineConfig, SweepConfig
+from qkablate.config import EngineConfig, SweepConfig, stream_width
 from qkablate.errors import UserError
 from qkablate.models.catalogue import encoder_layers
 from qkablate.runs.run import count_cores
@@ -88,7 +88,8 @@ def _estimate_bytes(arm: Arm) -> float:
     if model.form == "encoder_decoder":
         source = model.source or context
         numbers += model.layers * (8 * d + 2 * heads * source)
-        numbers += encoder_layers(model) * (24 * d + 2 * heads * source) * source / context
+        width = stream_width(model, "encoder")
+        numbers += encoder_layers(model) * (24 * width + 2 * heads * source) * source / context
     numbers += 4 * int(arm.facts.get("vocabulary", 0))
     on_cpu = arm.config.device == "cpu"
     activations = 4 * train.batch_size * context * numbers if on_cpu else 0

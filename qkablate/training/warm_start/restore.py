@@ -44,9 +44,9 @@ class RestoredRun:
                 f"'{self.folder}' was trained on a task, whose tokens are not text; write"
                 f" qkablate data show {' '.join(words)}"
             )
-        path, vocabulary = self.folder / "tokenizer.json", self.model.vocabulary
-        if has_masks(self.config.data):
-            vocabulary -= 1  # the mask is no token of a text
+        # A mask is no text.
+        vocabulary = self.model.vocabulary - has_masks(self.config.data)
+        path = self.folder / "tokenizer.json"
         description = read_json(path)
         if not path.exists():  # as in older runs; bytes need none
             if self.config.data.tokenizer != "bytes":

@@ -420,3 +420,19 @@ def test_number_of_measured_sizes_is_bounded(adjust, times):
         ControlConfig(match="params", adjust=adjust), ModelSize(cost, cost), model, measure
     )
     assert len(calls) <= 24
+
+
+@pytest.mark.parametrize("adjust", ADJUSTABLE)
+@pytest.mark.parametrize("match", MATCHES)
+@pytest.mark.parametrize("width", [16, 24, 80])
+def test_encoders_of_another_width_are_matched(match, adjust, width):
+    """Both MLPs have one ratio, each rounded to whole units; the mismatch is that of the model."""
+    shape = {"form": "encoder_decoder", "source": 48, "encoder_d_model": width}
+    model = ModelConfig(layers=2, d_model=32, heads=4, **shape)
+    control, measure = ControlConfig(match, adjust), measure_of(arm("no_k", model))
+    target = size_of("standard", model)
+    found = match_baseline(control, target, model, measure)
+    real = cost_of(control, measure(found.changes)) / cost_of(control, target) - 1
+    assert found.mismatch == pytest.approx(real, abs=1e-12)
+    assert abs(real) <= control.tolerance
+    assert found.changes

@@ -221,6 +221,34 @@ def test_sites_are_an_axis(expand):
         assert manifest.arms[name].baseline == "standard-d16-h2"
 
 
+def test_arms_that_need_one_width_are_left_out(expand):
+    words = ("variant=standard,no_k,shared_qk", "variant.sites=encoder,cross")
+    manifest = expand(*TRANSLATOR, *words, "model.encoder_d_model=8")
+    assert {arm.variant for arm in manifest.arms.values()} == {
+        *("standard", "no_k_encoder", "no_k_cross", "shared_qk_encoder", "uniform")
+    }
+    (left_out,) = manifest.left_out
+    assert left_out.kind == "impossible"
+    assert "cross-attention reads streams of widths 16 and 8" in left_out.reason
+
+
+def test_equal_width_of_the_encoder_is_the_default(expand):
+    arms = expand(*TRANSLATOR, "model.encoder_d_model=null,16,8").arms.values()
+    assert sorted(str(arm.config.model.encoder_d_model) for arm in arms) == ["8", "None"]
+
+
+def test_variants_without_a_symmetric_start_are_left_out(expand):
+    words = ("variant=standard,low_rank_w,merged_w,no_q", "variant.init=symmetric")
+    manifest = expand(*words, "sweep.floor=true")
+    found = {arm.variant.partition("_r")[0] for arm in manifest.arms.values()}
+    assert found == {"standard", "low_rank_w", "uniform"}
+    assert [(arm.arm, arm.kind) for arm in manifest.left_out] == [
+        ("merged_w", "impossible"),
+        ("no_q", "impossible"),
+    ]
+    assert all("needs both in one shape" in arm.reason for arm in manifest.left_out)
+
+
 @pytest.mark.parametrize("axis", ["model.source=8,12", "model.form=encoder,encoder_decoder"])
 def test_models_of_other_forms_and_lengths_have_data_of_their_own(expand, axis):
     arms = expand(*TRANSLATOR, axis).arms.values()
@@ -627,3 +655,13 @@ def test_arms_repeat_their_share_of_the_test_split_on_the_command_line(expand, b
 def test_a_given_part_of_the_test_split_is_kept(expand):
     manifest = expand("train.steps=60,120", "train.test_tokens=2000")
     assert {arm.config.train.test_tokens for arm in manifest.arms.values()} == {2000}
+
+
+def test_tuned_sweeps_that_read_other_parts_of_the_test_split_are_other_sweeps(expand):
+    words = ("variant=standard,no_q", "sweep.tune=true", "data.test_tokens=4096")
+    part, other, whole, same = (
+        expand(*words, f"train.test_tokens={tokens}") for tokens in (2000, 3000, 4096, "all")
+    )
+    assert ids(part) == ids(whole)  # tuning runs, which read none of it
+    assert len({part.id, other.id, whole.id}) == 3
+    assert whole.id == same.id
