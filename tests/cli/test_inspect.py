@@ -288,6 +288,17 @@ def test_impossible_chart_is_rejected_before_any_work(inspect, words, message, t
     assert not [*tmp_path.glob("*svg")]
 
 
+def test_attention_of_a_text_in_an_encoder(train, qkablate, tmp_path):
+    words = ("model.form=encoder", "data.objective=mlm", "train.steps=2", "train.batch_size=2")
+    run = train(tmp_path, *words, "data.val_tokens=2000", "data.test_tokens=1000")
+    found = json.loads(qkablate("inspect", str(run), "--json", "--text", "the cat").out)["text"]
+    assert "".join(found["tokens"]) == "the cat"
+    a_LHTS = torch.tensor(found["attention"])
+    assert a_LHTS.shape == (2, 2, 7, 7)
+    assert (a_LHTS > 0).all()  # no token is hidden from another
+    torch.testing.assert_close(a_LHTS.sum(-1), torch.ones(2, 2, 7), rtol=1e-3, atol=1e-3)
+
+
 PAIRS = ("data=reverse", "data.val_tokens=512", "data.test_tokens=512", "train.steps=4")
 SIZE = ("model.layers=1", "model.d_model=16", "model.heads=2", "train.batch_size=4", "threads=1")
 
