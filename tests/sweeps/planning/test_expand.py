@@ -240,8 +240,8 @@ def test_equal_width_of_the_encoder_is_the_default(expand):
 def test_variants_without_a_symmetric_start_are_left_out(expand):
     words = ("variant=standard,low_rank_w,merged_w,no_q", "variant.init=symmetric")
     manifest = expand(*words, "sweep.floor=true")
-    found = {arm.variant.partition("_r")[0] for arm in manifest.arms.values()}
-    assert found == {"standard", "low_rank_w", "uniform"}
+    found = {arm.config.variant.qk for arm in manifest.arms.values()}
+    assert found == {"separate", "low_rank", "uniform"}
     assert [(arm.arm, arm.kind) for arm in manifest.left_out] == [
         ("merged_w", "impossible"),
         ("no_q", "impossible"),
