@@ -295,17 +295,17 @@ _TRANSLATOR = ["model=nano_translator", "data=reverse"]
     ("words", "every", "val", "test"),
     [
         ([], 250, 29_696, 65_536),  # the whole test split
-        (["train.steps=100"], 100, 4096, 6144),
-        (["train.steps=300"], 300, 16_384, 37_888),
+        (["train.steps=100"], 100, 3072, 5120),
+        (["train.steps=300"], 300, 16_384, 31_744),
         (["train.steps=700"], 350, 31_744, 65_536),
         (["train.steps=10000", "train.batch_size=32"], 250, 65_536, 65_536),  # both
         (["train.steps=10000", "data.val_tokens=655360"], 250, 43_008, 65_536),
         (["train.steps=2"], 2, 512, 1024),
         (["train.steps=2", "data.val_tokens=100", "data.test_tokens=200"], 2, 100, 200),
-        (["train.steps=100", "train.eval_every=10"], 10, 4096, 6144),  # a pair of eval_every=100
+        (["train.steps=100", "train.eval_every=10"], 10, 3072, 5120),  # a pair of eval_every=100
         (["train.steps=100", "train.eval_tokens=all"], 100, 65_536, 65_536),
-        (["train.steps=100", "train.test_tokens=all"], 100, 4096, 65_536),
-        (["train.steps=100", "train.test_tokens=3000"], 100, 4096, 3000),
+        (["train.steps=100", "train.test_tokens=all"], 100, 3072, 65_536),
+        (["train.steps=100", "train.test_tokens=3000"], 100, 3072, 3000),
         (["train.eval_tokens=2048"], 250, 2048, 65_536),
         ([*_TRANSLATOR, "train.steps=100"], 100, 512, 1024),
         ([*_TRANSLATOR, "train.steps=2000"], 250, 4096, 65_536),

@@ -17,7 +17,12 @@ from qkablate.config.data import (
     DataConfig,
     check_data,
 )
-from qkablate.config.evaluation import EVAL_COST, choose_eval_tokens, read_limit
+from qkablate.config.evaluation import (
+    EVAL_COST,
+    LEAST_EVAL_EVERY,
+    choose_eval_tokens,
+    read_limit,
+)
 from qkablate.config.keys import Role, flatten
 from qkablate.config.schema import (
     Config,
@@ -210,9 +215,6 @@ def _check_init_from(init_from: InitFromConfig) -> None:
             raise UserError(f"init_from.{key}: needs the run to start from; give init_from.run")
 
 
-_LEAST_EVAL_EVERY = 250  # steps
-
-
 def resolve(config: Config) -> Config:
     """Replace every `auto` that does not depend on the machine."""
     train, optim = config.train, config.optim
@@ -229,7 +231,7 @@ def resolve(config: Config) -> Config:
     data = config.data
     if data.vocab_size is None and (size := VOCABULARY_SIZES.get(str(data.tokenizer))):
         data = dataclasses.replace(data, vocab_size=size)
-    parts = max(1, steps // _LEAST_EVAL_EVERY)
+    parts = max(1, steps // LEAST_EVAL_EVERY)
     eval_every, eval_tokens, test_tokens = train.eval_every, train.eval_tokens, train.test_tokens
     if eval_every == "auto":
         eval_every = math.ceil(steps / parts)

@@ -5,13 +5,14 @@ Counted are the evaluations of every split, and the diagnostics and predictions 
 
 from qkablate.config.schema import Config
 
+LEAST_EVAL_EVERY = 250  # steps
 EVAL_COST = 0.28  # of a token in evaluation, as a part of its cost in training
 _BATCH = 4096  # tokens of a forward pass on a CPU; a last one that is not full takes as long
 _LEAST_VAL, _LEAST_TEST = 512, 1024
 _LEAST_STEP = 320  # tokens: a step on fewer takes as long
 # Tokens whose evaluation takes as long as the diagnostics and predictions of one moment; measured
 # with model=nano and model=nano_translator.
-_RECORDS = 8192
+_RECORDS = 10_240
 
 
 def choose_eval_tokens(config: Config, steps: int, parts: int) -> tuple[int, int]:
@@ -24,7 +25,8 @@ def choose_eval_tokens(config: Config, steps: int, parts: int) -> tuple[int, int
     """
     train, data = config.train, config.data
     per_step = train.batch_size * train.grad_accum * config.model.context
-    rest = steps * max(per_step, _LEAST_STEP) / 10 / EVAL_COST - (parts + 1) * _RECORDS
+    records = max(1, steps / LEAST_EVAL_EVERY) + 1  # no whole number: budgets grow with the steps
+    rest = steps * max(per_step, _LEAST_STEP) / 10 / EVAL_COST - records * _RECORDS
     reserved = min(steps * per_step / 20 / EVAL_COST, rest * 2 / 3)
     test = max(_LEAST_TEST, int(rest - reserved) // 1024 * 1024)
     val = int(reserved / (parts + 2))

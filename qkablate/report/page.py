@@ -129,6 +129,7 @@ def make_notes(section: Section) -> list[str]:
         " ± the margin; one-sided tests, adjusted by Holm. qkablate results lists their p values."
         for nats in margins
     ]
+    forms = dict.fromkeys(entry.arm.config.model.form for entry in section.study.entries)
     return [
         *notes,
         "gap: test loss of the arm minus test loss of its baseline with the same seed; negative is"
@@ -137,6 +138,12 @@ def make_notes(section: Section) -> list[str]:
         "smallest detectable effect: the gap that these seeds detect with 80 % power."
         " “no difference found” does not mean that the arms are equal.",
         *(f"without attention: {references}" for references in section.summary.text_references),
+        *(
+            f"attention map: a run with model.form={form} records none; qkablate inspect RUN --text"
+            " TEXT -o FILE draws one"
+            for form in forms
+            if form != "decoder"
+        ),
         "ranks, scaling, equivalents and all tests: qkablate results",
         "! or ✗: the audit below has a warning. Parameters exclude embeddings; KV cache in 16-bit"
         " numbers. 0.01 nats correspond to 1 % in perplexity.",

@@ -334,6 +334,19 @@ PAIR_MISTAKES = [
 ]
 
 
+def test_encoder_of_masked_text_is_inspected_on_its_data_and_on_a_text(qkablate, tmp_path, train):
+    run = train(tmp_path, *STEPS, "model.form=encoder", "data.objective=mlm")
+    words = ("inspect", str(run), f"data.cache={tmp_path / 'cache'}")
+    done = qkablate(*words)
+    assert (done.code, done.err) == (0, "")  # no random tokens
+    assert "of the validation split of" in done.out
+    text = json.loads(qkablate(*words, "--text", "the cat", "--json").out)["text"]
+    assert "".join(text["tokens"]) == "the cat"
+    weights_TT = torch.tensor(text["attention"][0][0])
+    assert weights_TT.sum(dim=1).tolist() == pytest.approx([1] * 7, abs=1e-3)
+    assert weights_TT[0, -1] > 0  # of what comes later
+
+
 def test_unfit_texts_are_refused(qkablate):
     words = (*PAIRS, *SIZE)
     assert qkablate("train", "model=nano_translator", *words, "variant=no_q").code == 0

@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from qkablate import __version__
-from qkablate.config import Config, Role, TrackingConfig, from_plain, keys_with
+from qkablate.config import Config, Role, TrackingConfig, from_plain, keys_with, read_limit
 from qkablate.disk import make_folder, read_file, write_atomic
 from qkablate.errors import UserError
 from qkablate.runs.records import sha256
@@ -175,7 +175,12 @@ class Manifest:
     @functools.cached_property
     def id(self) -> str:
         """Hash of what is compared and how: the same command finds its sweep again."""
-        arms = [[arm.name, arm.controls, arm.baseline] for arm in self.arms.values()]
+        arms: list[list[Any]] = []
+        for arm in self.arms.values():
+            arms.append([arm.name, arm.controls, arm.baseline])
+            # Tuning runs read nothing of the test split: their ids do not tell what finals read.
+            if self.finals and (limit := read_limit(arm.config, "test")) is not None:
+                arms[-1].append(limit)
         runs = [[run.arm, run.id] for run in self.runs]
         return run_id({"sweep": [arms, runs, self.finals, NUMERICS]})
 

@@ -13,7 +13,7 @@ import torch
 
 from qkablate.attention import OV_CIRCUITS, QK_CIRCUITS
 from qkablate.config import Config, check, explain
-from qkablate.config.data import PADDED_SOURCES
+from qkablate.config.data import PADDED_SOURCES, has_masks
 from qkablate.data import TASKS, open_task, task_words, tokenizers
 from qkablate.data.pairs.sentences import Sentences, TaskSentences, TextSentences
 from qkablate.errors import UserError, print_stderr
@@ -44,7 +44,9 @@ class RestoredRun:
                 f"'{self.folder}' was trained on a task, whose tokens are not text; write"
                 f" qkablate data show {' '.join(words)}"
             )
-        path, vocabulary = self.folder / "tokenizer.json", self.model.vocabulary
+        # A mask is no text.
+        vocabulary = self.model.vocabulary - has_masks(self.config.data)
+        path = self.folder / "tokenizer.json"
         description = read_json(path)
         if not path.exists():  # as in older runs; bytes need none
             if self.config.data.tokenizer != "bytes":

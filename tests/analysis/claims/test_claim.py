@@ -693,9 +693,8 @@ def test_every_shipped_claim_can_be_read_at_every_scale(name, scale):
     assert found.hash not in {one.hash for one in others}
 
 
-def test_there_are_claims_of_both_kinds():
+def test_shipped_claims_differ():
     assert len(TESTABLE) > 10
-    assert len(SHIPPED) > len(TESTABLE)
     hashes = [load_claim(name, scale).hash for name, scale in AT_SCALE]
     assert len({*hashes}) == len(hashes)
 

@@ -6,15 +6,18 @@ import re
 
 import numpy as np
 import pytest
+import torch
+from torch.nn import functional as F
 
-from qkablate.config import DataConfig, ModelConfig
+from qkablate.config import DataConfig, ModelConfig, VariantConfig, resolve_variant
 from qkablate.config.data import SPLITS
-from qkablate.data import IGNORE, Pairs, find_data, open_data, sources
+from qkablate.data import IGNORE, EvalMetrics, Pairs, find_data, open_data, sources
 from qkablate.data.batches import PAD
 from qkablate.data.corpus import open_corpus
 from qkablate.data.pairs.sources import open_pairs
 from qkablate.data.tokenizers import CHUNK_BYTES, load_tokenizer
 from qkablate.errors import UserError
+from qkablate.models.build import build_model
 
 MODEL = ModelConfig(form="encoder_decoder", source=8, context=12)
 ROWS = [(f"src {i}", f"∑ziel {i}") for i in range(60)]
@@ -238,6 +241,47 @@ def test_batches_hold_padded_pairs(write):
                 assert source == [*text, *[PAD] * (8 - len(text))]
                 seen.append((text.decode(), bytes(answer[:-1]).decode()))
     assert seen == texts(pairs, "test")
+
+
+def naive_totals(pairs, split, model):
+    """Return loss, hits and right pairs of the pairs of a split, one by one and without padding."""
+    part, counts = pairs.splits[split], np.zeros(4)  # loss, hits, right pairs, answers
+    for i in range(len(part)):
+        source, target = (part.sentence(i, side).astype(np.int64).tolist() for side in (0, 1))
+        answers = torch.tensor([*target, pairs.end])
+        known = torch.tensor([[pairs.end, *target]])
+        logits = model(torch.tensor([source]), known)[0]
+        loss = float(F.cross_entropy(logits, answers, reduction="sum"))
+        is_hit = logits.argmax(-1) == answers
+        counts += [loss, int(is_hit.sum()), bool(is_hit.all()), len(answers)]
+    loss, hits, right, answers = counts.tolist()
+    return {"loss": loss / answers, "accuracy": hits / answers, "exact": right / len(part)}
+
+
+@pytest.mark.parametrize("split", ["val", "test"])
+def test_evaluation_counts_every_target_once(write, split):
+    """Lengths and batches are unequal, and the last batch is partial."""
+    digits = [(str(i), "7" * (i % 11)) for i in range(1, 300) if i % 11]
+    pairs = open_data(write("pairs.tsv", rows_of("tsv", digits), tokenizer="chars"), MODEL)
+    config = dataclasses.replace(MODEL, layers=1, d_model=8, heads=2)
+    variant = resolve_variant(VariantConfig(), config)
+    generator = torch.Generator().manual_seed(0)
+    model, plain = (
+        build_model(config, variant, pairs.vocabulary, padding=padding).double()
+        for padding in (True, False)
+    )
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.copy_(torch.randn(parameter.shape, generator=generator, dtype=torch.float64))
+        plain.load_state_dict(model.state_dict())
+        expected = naive_totals(pairs, split, plain)
+        for size in (1, 3, 4, len(pairs.splits[split]), 50):
+            totals = EvalMetrics()
+            for batch in pairs.split_batches(split, batch_size=size, context=MODEL.context):
+                losses, hits = model.loss_and_hits(*batch.inputs, batch.targets_NA)
+                totals.add_answers(batch, losses.numpy(), hits.numpy())
+            assert pairs.metrics(split, totals) == pytest.approx(expected, rel=1e-6)
+            assert totals.sequences.count == len(pairs.splits[split])
 
 
 def test_training_batches_depend_on_seed_and_step_alone(write):

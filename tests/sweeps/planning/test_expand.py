@@ -655,3 +655,13 @@ def test_arms_repeat_their_share_of_the_test_split_on_the_command_line(expand, b
 def test_a_given_part_of_the_test_split_is_kept(expand):
     manifest = expand("train.steps=60,120", "train.test_tokens=2000")
     assert {arm.config.train.test_tokens for arm in manifest.arms.values()} == {2000}
+
+
+def test_tuned_sweeps_that_read_other_parts_of_the_test_split_are_other_sweeps(expand):
+    words = ("variant=standard,no_q", "sweep.tune=true", "data.test_tokens=4096")
+    part, other, whole, same = (
+        expand(*words, f"train.test_tokens={tokens}") for tokens in (2000, 3000, 4096, "all")
+    )
+    assert ids(part) == ids(whole)  # tuning runs, which read none of it
+    assert len({part.id, other.id, whole.id}) == 3
+    assert whole.id == same.id
