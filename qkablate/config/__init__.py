@@ -192,7 +192,7 @@ def _check_form(model: ModelConfig) -> None:
             f"model.heads: {model.heads} does not divide model.encoder_d_model={width}"
             f" (allowed: {list_divisors(math.gcd(width, model.d_model))})"
         )
-    if model.mlp_ratio and round(model.mlp_ratio * width) < 1 <= model.mlp_ratio * model.d_model:
+    if model.encoder_d_model and model.mlp_ratio and round(model.mlp_ratio * width) < 1:
         raise ImpossibleConfig(
             f"model.mlp_ratio: {model.mlp_ratio} leaves the encoder's MLP without a single unit"
         )

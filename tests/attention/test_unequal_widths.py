@@ -351,7 +351,7 @@ def moments_of(d_source: int) -> Moments:
     ids=str,
 )
 def test_projection(pair, is_exact, d_source):
-    """The loss is that of outputs and scores, and moments make it no larger."""
+    """The stated loss is that of the scores, and 0 only where the outputs are equal."""
     moments, source = moments_of(d_source), cross_layer("separate", d_source=d_source)
     target = cross_layer(*pair, d_source, rank=2)
     loss = project_layer(source, target, moments)
