@@ -384,7 +384,7 @@ def test_variant_name_describes_its_circuits(overrides, name):
         ("data.tokenizer=null", "data.tokenizer: data=stdlib needs a value"),
         ("data.tokenizer=words", "data.tokenizer: words given, but data=stdlib has no tags of wo"),
         ("data.objective=mml", "data.objective: 'mml' (nearest: mlm) is not one of causal, mlm"),
-        ("data.vocab_size=512", "data.vocab_size: only data.tokenizer=bpe has this key"),
+        ("data.vocab_size=512", "data.vocab_size: only data.tokenizer=bpe and words have this key"),
         ("data.pairs=4", "data.pairs: data=stdlib has no such key; it has tokenizer, vocab_size"),
         ("data.max_tokens=0", "data.max_tokens: 0 is not 1 or more"),
         ("data.cycle=2", "data.cycle: 2 is not"),

@@ -228,7 +228,7 @@ def _describe(data: "Data") -> dict[str, Any]:
         return {**_describe(data.corpus), "masked": masked, "fingerprint": data.fingerprint}
     if isinstance(data, TaggedSentences):
         found = {"tags": ", ".join(data.tags.values()), "longest": data.longest()[0]}
-        return {**_describe(data.corpus), **found, "accuracy": data.baselines._asdict()}
+        return {**_describe(data.corpus), **found, "accuracy": data.measure_baselines()._asdict()}
     if isinstance(data, Pairs):
         longest = dict(zip(("source", "target"), data.longest(), strict=True))
         return {**_describe(data.corpus), "longest": longest}

@@ -171,7 +171,7 @@ def _check_tokenizer(data: DataConfig) -> None:
         return
     if data.tokenizer not in VOCABULARY_SIZES:
         raise UserError(
-            "data.vocab_size: only data.tokenizer=bpe has this key;"
+            f"data.vocab_size: only data.tokenizer={' and '.join(VOCABULARY_SIZES)} have this key;"
             f" the vocabulary of data.tokenizer={data.tokenizer} is fixed"
         )
     if data.vocab_size < 257:

@@ -219,6 +219,8 @@ def prepared_folder(config: DataConfig) -> Path:
         rules += [config.source_field, config.target_field]
     if config.max_length is not None:
         rules.append(config.max_length)
+    if config.tokenizer == "words":
+        rules.append("distinct")  # sentences that are equal as tokens are left out
     key = hash_json([rules, content])[:12]
     return cache_dir(config) / f"{config.source}-{config.tokenizer}-{key}"
 

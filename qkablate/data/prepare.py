@@ -8,9 +8,10 @@ import hashlib
 import itertools
 import os
 from array import array
+from collections import Counter
 from collections.abc import Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -56,7 +57,10 @@ def prepare(config: DataConfig, folder: Path, progress: Progress) -> dict[str, A
     closed = is_pairs or any(len(spans) > 1 for spans in splits.values())
     tokenizer = known or _make_tokenizer(config, store, splits, closed, progress)
     progress.stage("writing", store.size)
-    writer = _Writer(folder, store, tokenizer, closed, progress, is_pairs, config.max_length)
+    writer = _Writer(
+        *(folder, store, tokenizer, closed, progress, is_pairs, config.max_length),
+        is_distinct=config.tokenizer == "words",
+    )
     limits = {"train": config.max_tokens, "val": config.val_tokens, "test": config.test_tokens}
     written = {split: writer.write(split, splits[split], limits[split]) for split in SPLITS}
     for split in SPLITS:
@@ -71,6 +75,8 @@ def prepare(config: DataConfig, folder: Path, progress: Progress) -> dict[str, A
     source_keys += ["source_field", "target_field"]
     if writer.left_out:
         rule += f"; {writer.left_out:,} pairs of more than {config.max_length} tokens are left out"
+    if repeats := ", ".join(f"{count:,} of {split}" for split, count in writer.repeats.items()):
+        rule += f"; repeats of a sentence, with rare words as <unknown>, are left out: {repeats}"
     return {
         "sources": {
             key: value for key in source_keys if (value := getattr(config, key)) is not None
@@ -238,6 +244,9 @@ class _Writer:
     is_pairs: bool = False  # documents are two sentences, with the byte 0 between them
     max_length: int | None = None  # of a sentence with its end
     left_out: int = 0  # longer pairs
+    is_distinct: bool = False  # no source, as tokens, is written twice, in any of the splits
+    repeats: Counter[str] = field(default_factory=Counter)  # left out, by split
+    sources: set[bytes] = field(default_factory=set)  # as tokens, where they are distinct
     bytes_read: int = 0
     tokens_written: int = 0
 
@@ -255,6 +264,9 @@ class _Writer:
                 if is_left_out:
                     self.left_out += last
                     is_left_out = not last
+                    continue
+                if self.is_distinct and self._is_repeat(ids):
+                    self.repeats[split] += 1
                     continue
                 kept = ids[: None if limit is None else limit - tokens].astype(self.dtype)
                 file.write(kept.data)
@@ -302,6 +314,13 @@ class _Writer:
             return self.max_length is not None
         source, target = np.diff(np.flatnonzero(ids == self.tokenizer.end), prepend=-1)
         return bool(source - 1 > self.max_length or target > self.max_length)
+
+    def _is_repeat(self, ids: np.ndarray) -> bool:
+        """Return whether a pair with this source, as tokens, was here before."""
+        source = ids[: np.argmax(ids == self.tokenizer.end)].tobytes()
+        is_repeat = source in self.sources
+        self.sources.add(source)
+        return is_repeat
 
     def _close(self, ids: np.ndarray) -> np.ndarray:
         """Return the tokens of a document, or a sentence, with its end."""

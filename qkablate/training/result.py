@@ -9,7 +9,7 @@ from typing import Any, TypeVar
 from qkablate import __version__
 from qkablate.attention.layer import MATCHES
 from qkablate.config import ModelConfig, read_limit
-from qkablate.data import Corpus
+from qkablate.data import Corpus, TaggedSentences
 from qkablate.data.text.references import measure_text_references
 from qkablate.disk import write_atomic
 from qkablate.models.catalogue import encoder_layers
@@ -52,13 +52,26 @@ def format_header(plan: RunPlan, processes: int = 1) -> list[str]:
         f"model    {_format_layers(model)}, d {model.d_model},"
         f" {format_count(model.heads, 'head')}, context"
         f" {model.context}: {plan.params['total']:,} parameters",
-        f"data     {plan.data.description}",
+        f"data     {_describe_data(plan)}",
         f"machine  {config.device}, {config.precision}{backend}, {together}"
         f"{threads}, kernel {_format_sites(plan.kernels)}{', compiled' if config.compile else ''}",
     ]
     if sharded and processes > 1 and config.diagnostics.every:
         lines.append("no diagnostics: with train.fsdp=true no process has all of the weights")
     return lines
+
+
+def _describe_data(plan: RunPlan) -> str:
+    if isinstance(plan.data, TaggedSentences):
+        return plan.data.describe(read_limit(plan.config, "test"))
+    return plan.data.description
+
+
+def _measure_chance(plan: RunPlan) -> float | None:
+    """Return the accuracy of guessing on what the run reads of the test split, if it is known."""
+    if isinstance(plan.data, TaggedSentences):
+        return plan.data.measure_baselines(read_limit(plan.config, "test")).chance
+    return plan.data.chance
 
 
 def make_base_result(plan: RunPlan, packed: int, processes: int = 1) -> dict[str, Any]:
@@ -80,7 +93,7 @@ def make_base_result(plan: RunPlan, packed: int, processes: int = 1) -> dict[str
         # Tokens that the losses of val and train, and of test, were read of; null: of all.
         "eval_tokens": None if limit is None or limit >= plan.data.tokens["val"] else limit,
         "test_tokens": None if test_tokens == plan.data.tokens["test"] else test_tokens,
-        "chance": plan.data.chance,
+        "chance": _measure_chance(plan),
         text_references.KEY: None,
         "measures": {},
         "data": {key: value for key, value in vars(config.data).items() if value is not None},

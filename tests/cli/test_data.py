@@ -126,16 +126,47 @@ def test_show_prints_masked_text_and_what_is_masked(qkablate, user_text):
     assert info["masked"] == "6 of 40 tokens; the mask is token 256"
 
 
-def test_show_prints_words_with_their_tags(qkablate, tmp_path, monkeypatch):
+@pytest.fixture
+def tagged(tmp_path, monkeypatch):
+    """Return the words of a command that reads small files as tagged sentences."""
     for i in range(60):
-        (tmp_path / f"{i}.py").write_text(f"x = f(name_{i})\n")
+        signs = f"{i:06b}".replace("0", "+").replace("1", "-")  # no two files are equal as tokens
+        (tmp_path / f"{i}.py").write_text(f"x = f(name_{i}, {signs}1)\nf({signs}name_{i})\n")
     monkeypatch.setattr(sources, "find_files", lambda _: sorted(tmp_path.glob("*.py")))
-    words = ["data=stdlib_tags", "model=nano_encoder", f"data.cache={tmp_path / 'cache'}"]
-    qkablate("data", "prepare", *words)
-    done = qkablate("data", "show", *words, "--count", "1")
-    assert re.search(r"^  x/target = f/call \( name_\d+/argument \)$", done.out, re.MULTILINE)
-    info = json.loads(qkablate("data", "info", *words, "--json").out)
-    assert info["accuracy"] == {"chance": pytest.approx(1 / 3), "word": 1}  # guessed
+    return ["data=stdlib_tags", "model=nano_encoder", "model.context=14"]
+
+
+def test_show_prints_words_with_their_tags(qkablate, tagged):
+    qkablate("data", "prepare", *tagged)
+    done = qkablate("data", "show", *tagged, "--count", "20")
+    shown = r"^  x/target = f/call \( name_\d+/argument , [+ -]+ <number> \)$"
+    assert re.search(shown, done.out, re.MULTILINE)
+    info = json.loads(qkablate("data", "info", *tagged, "--json").out)
+    assert info["accuracy"] == {"chance": pytest.approx(2 / 5), "word": pytest.approx(3 / 5)}
+    assert re.fullmatch(r"by the sha256 .* val and test", info["split"])
+
+
+def test_repeats_of_tagged_sentences_are_counted(qkablate, tagged, tmp_path):
+    for i in range(60):
+        with (tmp_path / f"{i}.py").open("a") as file:
+            file.writelines(f"k(rare_{i}_{n})\n" for n in range(3))  # unknown in val and test
+    qkablate("data", "prepare", *tagged)
+    split = json.loads(qkablate("data", "info", *tagged, "--json").out)["split"]
+    repeats = "; repeats of a sentence, with rare words as <unknown>, are left out: "
+    assert re.search(repeats + r"\d+ of val, \d+ of test$", split)
+
+
+def test_chance_of_a_run_is_of_what_it_reads(qkablate, tagged, tmp_path):
+    tiny = ["model.layers=1", "model.d_model=16", "train.steps=2"]
+    for limit in ("14", "all"):
+        done = qkablate("train", *tagged, *tiny, f"train.test_tokens={limit}", f"out={limit}")
+        assert done.code == 0, done.err
+        (file,) = (tmp_path / limit / "runs").glob("*/result.json")
+        chance = json.loads(file.read_text())["chance"]
+        # The most common tag is `call`: one of three in a sentence, and one of two in the other.
+        whole = pytest.approx(2 / 5)
+        assert chance == whole if limit == "all" else chance in (1 / 3, 1 / 2)
+        assert ("common tag is right at 60.0%" in done.out) == (limit == "all")
 
 
 def test_show_leaves_padding_out(qkablate):

@@ -55,6 +55,7 @@ class Pairs:
     """Pairs of a corpus, for a model with these lengths of source and target."""
 
     answer_fraction = 1.0
+    chance = None  # accuracy of the best guess that does not depend on the source: not known
 
     def __init__(self, corpus: Corpus, model: ModelConfig) -> None:
         self.corpus, self.tokenizer = corpus, corpus.tokenizer
@@ -69,11 +70,6 @@ class Pairs:
             if not len(split):
                 raise UserError(f"data: {self.name} has too few pairs: the {name} split has none")
         self.tokens = {name: len(split) * self.length for name, split in self.splits.items()}
-
-    @property
-    def chance(self) -> float | None:
-        """Accuracy of the best guess that does not depend on the source, if that is known."""
-        return None
 
     @property
     def description(self) -> str:

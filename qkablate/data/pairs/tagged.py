@@ -18,7 +18,7 @@ from qkablate.errors import ImpossibleConfig
 
 
 class TagBaselines(NamedTuple):
-    """Accuracies on the test split of guesses that take no context."""
+    """Accuracies on the test split of guesses that take no context, learned in training."""
 
     chance: float  # always the most common tag
     word: float  # each word's most common tag
@@ -35,30 +35,36 @@ class TaggedSentences(Pairs):
 
     @property
     def description(self) -> str:
+        return self.describe()
+
+    def describe(self, limit: int | None = None) -> str:
+        """Describe the data for a run that reads `limit` tokens of the test split."""
         counts = super().description.replace("pairs", "sentences")
-        return f"{counts}; each word's most common tag is right at {self.baselines.word:.1%}"
+        word = self.measure_baselines(limit).word
+        return f"{counts}; each word's most common tag is right at {word:.1%}"
 
-    @property
-    def chance(self) -> float | None:
-        return self.baselines.chance
-
-    @cached_property
-    def baselines(self) -> TagBaselines:
-        """Accuracies of the tags that are most common in the training split."""
-        words, tags = self._tagged_words("train")
-        counts_VK = np.zeros((self.vocabulary, len(self.tags)), np.int64)
-        np.add.at(counts_VK, (words, tags), 1)
-        overall = counts_VK.sum(axis=0).argmax()
-        guesses_V = np.where(counts_VK.any(axis=1), counts_VK.argmax(axis=1), overall)
-        words, tags = self._tagged_words("test")
+    def measure_baselines(self, limit: int | None = None) -> TagBaselines:
+        """Return the accuracies on the test split, or on what a run with this `limit` reads."""
+        overall, guesses_V = self._guesses
+        words, tags = self._tagged_words("test", self.test_tokens(limit) // self.length)
         return TagBaselines(
             float((tags == overall).mean()), float((guesses_V[words] == tags).mean())
         )
 
-    def _tagged_words(self, split: str) -> tuple[np.ndarray, np.ndarray]:
-        """Return the words that have a tag, and the numbers of the tags."""
+    @cached_property
+    def _guesses(self) -> tuple[int, np.ndarray]:
+        """The most common tag of the training split, and that of each word."""
+        words, tags = self._tagged_words("train", len(self.splits["train"]))
+        counts_VK = np.zeros((self.vocabulary, len(self.tags)), np.int64)
+        np.add.at(counts_VK, (words, tags), 1)
+        overall = int(counts_VK.sum(axis=0).argmax())
+        guesses_V = np.where(counts_VK.any(axis=1), counts_VK.argmax(axis=1), overall)
+        return overall, guesses_V
+
+    def _tagged_words(self, split: str, count: int) -> tuple[np.ndarray, np.ndarray]:
+        """Return the tagged words of the first `count` sentences, and the numbers of the tags."""
         sentences, (width, _) = self.splits[split], self.longest()
-        rows_N = np.arange(len(sentences))
+        rows_N = np.arange(count)
         words_NT, tags_NT = (sentences.padded(rows_N, i, width, ends=False) for i in (0, 1))
         has_tag_NT = np.isin(tags_NT, [*self.tags])
         return words_NT[has_tag_NT], np.searchsorted([*self.tags], tags_NT[has_tag_NT])
