@@ -412,7 +412,8 @@ TRANSLATOR = ["model=nano_translator", "data=reverse"]
     [
         (["variant.sites=crss"], "cross, or some joined by +) (nearest: cross)"),
         (["variant.sites=encoder+decodr"], "variant.sites: 'decodr' is not a site of"),
-        (["variant.sites=all+cross"], "variant.sites: 'all' is not a site of"),
+        (["variant.sites=all+cross"], "variant.sites: 'all+cross': all stands alone"),
+        (["variant.sites=cross+cross"], "'cross+cross': a site is named twice"),
         (["variant.sites=''"], "variant.sites: '' is not a site of model.form=encoder_decoder"),
         (["model=nano", "variant.sites=cross"], "(allowed: all, decoder)"),
         (["model=nano", "model.encoder_layers=2"], "model.encoder_layers: model.form=decoder has"),

@@ -123,6 +123,9 @@ def _print(comparison: "RunComparison") -> None:
     if EVAL_TOKENS in comparison.differ:
         print()
         print_text(f"no validation gap: the two evaluations differ in {EVAL_TOKENS}")
+    if "data_fingerprint" in comparison.unlike:
+        print()
+        print_text("no gaps: the two were trained on different data")
     if comparison.unequal_tests:
         print()
         print_text(sanitize(f"no test gap: {comparison.unequal_tests}"))

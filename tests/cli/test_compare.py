@@ -152,6 +152,10 @@ def test_runs_on_other_data_are_not_a_pair(qkablate, outputs, runs):
     output = compared(qkablate, no_q.name, standard.name)
     assert output["paired"] is False
     assert output["unlike"]["data_fingerprint"][0] == "another"
+    assert output["gap"] == {}
+    assert output["val_gap"] == []
+    done = qkablate("compare", "no_q", standard.name)
+    assert "no gaps: the two were trained on different data" in done.out
     assert (
         "and in          data_fingerprint: another"
         in qkablate("compare", "no_q", standard.name).out
