@@ -474,6 +474,10 @@ def test_mistakes_in_a_composed_config_are_the_same(override):
         ("data=recall data.pairs=null", "data.pairs: data=recall needs a number"),
         ("data.tokenizer=bpe data.vocab_size=256", "data.vocab_size: bpe needs at least 257"),
         ("data=wmt14 data.path=x", "data.path: data=pairs needs either"),
+        (
+            "data=pairs data.name=x data.source_field=a data.target_field=a",
+            "data.target_field: 'a' is the column of the sources",
+        ),
         ("data=pairs data.name=x", "data.source_field: data=pairs needs data.source_field=COLUMN"),
         (
             "data=pairs data.path=x data.split=y",

@@ -105,6 +105,9 @@ def _print(comparison: "RunComparison") -> None:
         gap, percent = comparison.gap.get(split), comparison.perplexity_percent.get(split)
         text = "" if gap is None else f"{format_nats(gap)} (perplexity {percent:+z.2f} %)"
         rows.append([f"{split} loss", *map(format_known, losses), text])
+    for name, shares in comparison.test.items():
+        cells = ("–" if share is None else f"{share:.1%}" for share in shares)
+        rows.append([f"test {name}", *cells, ""])
     sizes = {
         "params": comparison.params,
         "with embeddings": comparison.total_params,

@@ -162,6 +162,17 @@ def test_runs_on_other_data_are_not_a_pair(qkablate, outputs, runs):
     )
 
 
+def test_accuracies_of_a_task_are_compared(qkablate, runs):
+    for run, share in zip(runs, (0.5, 0.25, 0.75), strict=True):
+        changed = result(run) | {"accuracy": {"val": None, "test": share}}
+        (run / "result.json").write_text(json.dumps(changed))
+    done = qkablate("compare", runs[0].name, runs[2].name)
+    assert re.search(r"^test accuracy +50\.0% +75\.0%$", done.out, re.MULTILINE)
+    assert "exact" not in done.out
+    output = compared(qkablate, runs[0].name, runs[2].name)
+    assert output["test"] == {"accuracy": [0.5, 0.75]}
+
+
 def test_run_compared_with_itself_does_not_differ(qkablate, runs):
     output = compared(qkablate, runs[0].name, runs[0])
     assert output["differ"] == output["unlike"] == {}
