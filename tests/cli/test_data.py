@@ -180,7 +180,7 @@ def test_chance_of_a_run_is_of_what_it_reads(qkablate, tagged, tmp_path):
         # The most common tag is `call`: one of three in a sentence, and one of two in the other.
         whole = pytest.approx(2 / 5)
         assert chance == whole if limit == "all" else chance in (1 / 3, 1 / 2)
-        assert ("common tag is right at 60.0%" in done.out) == (limit == "all")
+        assert ("common tag is right at 60.0%" in done.err) == (limit == "all")
 
 
 def test_show_leaves_padding_out(qkablate):

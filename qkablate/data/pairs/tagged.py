@@ -46,7 +46,7 @@ class TaggedSentences(Pairs):
     def measure_baselines(self, limit: int | None = None) -> TagBaselines:
         """Return the accuracies on the test split, or on what a run with this `limit` reads."""
         overall, guesses_V = self._guesses
-        words, tags = self._tagged_words("test", self.test_tokens(limit) // self.length)
+        words, tags = self._tagged_words("test", self._first_within(limit))
         return TagBaselines(
             float((tags == overall).mean()), float((guesses_V[words] == tags).mean())
         )
