@@ -1,7 +1,7 @@
 """Compare the training speed of qkablate's encoder-decoder and of torch's nn.Transformer.
 
-Same machine, same sizes, same padded batches of pairs (expressions of the standard library and
-their postfix notation), same parameters but for biases in attention. nn.Transformer is trained as
+Same machine, same sizes and parameters, same padded batches of pairs (expressions of the standard
+library and their postfix notation). nn.Transformer is trained as
 its documentation shows, in fp32: pre-norm, padding and causal masks, cross-entropy, AdamW,
 clipping; qkablate runs its Trainer's own step, in the precision of `auto` and in fp32. They take
 turns, in a different order each round: tokens/s (positions of source and target) is the median over

@@ -412,7 +412,8 @@ TRANSLATOR = ["model=nano_translator", "data=reverse"]
     [
         (["variant.sites=crss"], "cross, or some joined by +) (nearest: cross)"),
         (["variant.sites=encoder+decodr"], "variant.sites: 'decodr' is not a site of"),
-        (["variant.sites=all+cross"], "variant.sites: 'all' is not a site of"),
+        (["variant.sites=all+cross"], "variant.sites: 'all+cross': all stands alone"),
+        (["variant.sites=cross+cross"], "'cross+cross': a site is named twice"),
         (["variant.sites=''"], "variant.sites: '' is not a site of model.form=encoder_decoder"),
         (["model=nano", "variant.sites=cross"], "(allowed: all, decoder)"),
         (["model=nano", "model.encoder_layers=2"], "model.encoder_layers: model.form=decoder has"),
@@ -473,6 +474,10 @@ def test_mistakes_in_a_composed_config_are_the_same(override):
         ("data=recall data.pairs=null", "data.pairs: data=recall needs a number"),
         ("data.tokenizer=bpe data.vocab_size=256", "data.vocab_size: bpe needs at least 257"),
         ("data=wmt14 data.path=x", "data.path: data=pairs needs either"),
+        (
+            "data=pairs data.name=x data.source_field=a data.target_field=a",
+            "data.target_field: 'a' is the column of the sources",
+        ),
         ("data=pairs data.name=x", "data.source_field: data=pairs needs data.source_field=COLUMN"),
         (
             "data=pairs data.path=x data.split=y",

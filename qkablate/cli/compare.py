@@ -105,6 +105,9 @@ def _print(comparison: "RunComparison") -> None:
         gap, percent = comparison.gap.get(split), comparison.perplexity_percent.get(split)
         text = "" if gap is None else f"{format_nats(gap)} (perplexity {percent:+z.2f} %)"
         rows.append([f"{split} loss", *map(format_known, losses), text])
+    for name, shares in comparison.test.items():
+        cells = ("–" if share is None else f"{share:.1%}" for share in shares)
+        rows.append([f"test {name}", *cells, ""])
     sizes = {
         "params": comparison.params,
         "with embeddings": comparison.total_params,
@@ -123,6 +126,9 @@ def _print(comparison: "RunComparison") -> None:
     if EVAL_TOKENS in comparison.differ:
         print()
         print_text(f"no validation gap: the two evaluations differ in {EVAL_TOKENS}")
+    if "data_fingerprint" in comparison.unlike:
+        print()
+        print_text("no gaps: the two were trained on different data")
     if comparison.unequal_tests:
         print()
         print_text(sanitize(f"no test gap: {comparison.unequal_tests}"))

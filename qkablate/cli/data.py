@@ -142,10 +142,11 @@ def _format_row(row: dict[str, Any]) -> list[str]:
 
 
 def _prepare(words: list[str], args: Namespace) -> None:
-    from qkablate.data import TASKS, Corpus, Task, open_data
+    from qkablate.data import TASKS, Corpus, Pairs, Task, open_data
     from qkablate.data.corpus import is_prepared
 
     planned = compose_jobs(words)
+    fitting: dict[str, int] = {}  # the lengths that pairs need
     for job in planned:
         config = job.config
         if config.data.source in TASKS:
@@ -173,8 +174,12 @@ def _prepare(words: list[str], args: Namespace) -> None:
             data.check_context(config.model.context)
         except UserError as error:
             print(f"  note: {error}")
+            if isinstance(data, Pairs) and config.model.form == "encoder_decoder":
+                fitting |= dict(zip(("model.source", "model.context"), data.longest(), strict=True))
         print(f"  {corpus.folder}")
-    _print_next("show", planned[0])
+    words = [word for word in planned[0].words if word.partition("=")[0] not in fitting]
+    words += [f"{key}={length}" for key, length in fitting.items()]
+    print_next_commands(["data", "show", *words], ["train", *words])
 
 
 def _print_next(action: str, job: Job) -> None:

@@ -246,7 +246,7 @@ def _print(
         short = shorten_names(run.name for run in runs)
         table = [
             [
-                *(short[run.name], run.status, _cell(run, "data.source"), _cell(run, "optim.lr")),
+                *(short[run.name], run.status, _data(run), _cell(run, "optim.lr")),
                 *(_cell(run, "train.steps"), format_known(run.val, ".3f")),
                 *(format_known(run.test, ".3f"), format_age(now - run.written)),
             ]
@@ -261,6 +261,11 @@ def _print(
 def _print_rest(count: int) -> None:
     if count:
         print(f"and {count:,} more (--all)")
+
+
+def _data(run: RunSummary) -> str:
+    objective = run.get("data.objective")
+    return _cell(run, "data.source") + ("" if objective in (None, "causal") else f", {objective}")
 
 
 def _cell(run: RunSummary, key: str) -> str:

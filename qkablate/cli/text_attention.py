@@ -83,6 +83,8 @@ def attend(restored: "RestoredRun", args: Namespace) -> TextAttention | None:
     ids = {side: encode(text, _SIDES[side]) for side, text in given.items()}
     if "target" in ids:
         ids["target"].insert(0, first)
+        if len(ids["target"]) == restored.config.model.context + 1:
+            ids["target"].pop()  # of a target of full length the last token is never read
     for (side, tokens), longest in zip(ids.items(), restored.model.input_lengths(), strict=True):
         limit = min(LENGTH, longest)
         if len(tokens) > limit:

@@ -186,7 +186,7 @@ def _print_result(result: dict[str, Any], trained: bool, folder: Path) -> None:
     else:
         print(f"  {result['error']} (traceback in {folder / 'error.txt'})")
     speed = result["tokens_per_second"]
-    pace = f", {speed:,.0f} tokens/s" if speed else ""
+    pace = f", {speed:,.0f} tokens/s in training steps" if speed else ""
     print(f"  time      {result['seconds']:.1f} s for {result['tokens']:,} tokens{pace}")
     print(f"  folder    {folder}")
 

@@ -157,7 +157,10 @@ def format_error(error: Exception, known: Collection[str] = ()) -> str:
         if not any(name == key or name.startswith(f"{key}.") for name in known):
             return no_such_key(key, known)
     if match := re.search(r"[Aa]mbiguous value for argument '([^']+)'", text):
-        return f"'{match[1]}' has several values: add -m for a run each; a list is written [a,b]"
+        several = f"'{match[1]}' has several values: add -m for a run each"
+        if match[1].startswith("variant.sites="):
+            return f"{several}; sites of one run are joined by +, as encoder+cross"
+        return f"{several}; a list is written [a,b]"
     if match := re.search(r"Sweep parameters '([^']+)' requires? --multirun", text):
         word = match[1].split(",")[0] if "(" not in match[1] else match[1]
         return (

@@ -194,3 +194,5 @@ def _check_pairs(data: DataConfig) -> None:
     for name in ("source_field", "target_field"):
         if not getattr(data, name):
             raise UserError(f"data.{name}: data=pairs needs data.{name}=COLUMN")
+    if data.source_field == data.target_field:
+        raise UserError(f"data.target_field: '{data.target_field}' is the column of the sources")

@@ -41,6 +41,9 @@ def variant_sites(variant: VariantConfig, model: ModelConfig) -> tuple[str, ...]
     if variant.sites == "all":
         return known
     chosen = variant.sites.split("+")
+    if "all" in chosen or len({*chosen}) < len(chosen):
+        problem = "all stands alone" if "all" in chosen else "a site is named twice"
+        raise UserError(f"variant.sites: '{variant.sites}': {problem}")
     for site in chosen:
         if site not in known:
             joined = ", or some joined by +" if len(known) > 1 else ""

@@ -2,6 +2,7 @@
 
 import itertools
 from collections.abc import Iterator
+from functools import partial
 
 from qkablate.config import DATA_KEYS, DataConfig, ModelConfig
 from qkablate.config.data import PAIR_SOURCES, has_masks
@@ -50,7 +51,7 @@ def open_data(config: DataConfig, model: ModelConfig) -> Data:
 
 def find_data(config: DataConfig, model: ModelConfig, fingerprint: str) -> Data | None:
     """Return prepared data with this fingerprint, if the cache of a config has any."""
-    derive = masked_fingerprint if has_masks(config) else None
+    derive = partial(masked_fingerprint, context=model.context) if has_masks(config) else None
     corpus = find_corpus(fingerprint, cache_dir(config), derive)
     return None if corpus is None else _read_corpus(corpus, config, model)
 

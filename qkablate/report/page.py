@@ -140,7 +140,7 @@ def make_notes(section: Section) -> list[str]:
         *(f"without attention: {references}" for references in section.summary.text_references),
         *(
             f"attention map: a run with model.form={form} records none; qkablate inspect RUN --text"
-            " TEXT -o FILE draws one"
+            f" TEXT{' --target TARGET' * (form == 'encoder_decoder')} -o FILE draws one"
             for form in forms
             if form != "decoder"
         ),

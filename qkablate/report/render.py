@@ -59,7 +59,7 @@ def combine_panels(chart: Chart, subject: str, setting: str = "") -> Spec:
     panels[0] = _with_legend(panels[0], chart.variants, '"shape":' in json.dumps(panels[0]))
     title = {"text": [f"{chart.title} · {subject}"], "anchor": "start", "fontSize": 15}
     is_narrow = columns == 1 and isinstance(shown[0].spec.get("width"), dict)  # cells of a table
-    characters = 112 if columns == 2 else 60 if is_narrow else 96
+    characters = 112 if columns == 2 else 60 if is_narrow else 84
     lines = [*textwrap.wrap(setting, characters), *textwrap.wrap(caption, characters)]
     title |= {"subtitle": lines, "subtitleFontSize": 11}
     config = CONFIG | {"background": "var(--ground)", "font": "sans-serif"}

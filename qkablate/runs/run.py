@@ -33,6 +33,7 @@ from pathlib import Path
 from typing import Any
 
 from qkablate.config import Config, Role, flatten, keys_with, read_limit
+from qkablate.config.data import is_causal_text
 from qkablate.disk import write_atomic
 from qkablate.errors import UserError, nearest_hint
 from qkablate.redaction import redact
@@ -101,6 +102,8 @@ def identity(
         del frozen["train"]["evaluate_test"]
     if not config.train.evaluate_test or read_limit(config, "test") is None:
         del frozen["train"]["test_tokens"]  # none of the test split is read, or all
+    if config.train.grad_accum > 1 and not is_causal_text(config.data):
+        frozen["micro_batches"] = "by answers"  # earlier runs gave each the same weight
     if config.init_from.run is None:
         del frozen["init_from"]
     else:

@@ -152,6 +152,7 @@ MISTAKES = [
     (["merged_w"], "'merged_w' is not key=value, as in variant=merged_w"),
     (["model.heads=[1"], "'model.heads=[1' cannot be read"),
     (["variant=standard,merged_w"], "has several values: add -m for a run each"),
+    (["variant.sites=encoder,cross"], "sites of one run are joined by +, as encoder+cross"),
     (["--reurn"], "'--reurn' is not a flag of this verb (nearest: --rerun)"),
     (["model=null"], "model: null is not a value"),
     (["=3"], "'=3' is not key=value"),

@@ -152,10 +152,25 @@ def test_runs_on_other_data_are_not_a_pair(qkablate, outputs, runs):
     output = compared(qkablate, no_q.name, standard.name)
     assert output["paired"] is False
     assert output["unlike"]["data_fingerprint"][0] == "another"
+    assert output["gap"] == {}
+    assert output["val_gap"] == []
+    done = qkablate("compare", "no_q", standard.name)
+    assert "no gaps: the two were trained on different data" in done.out
     assert (
         "and in          data_fingerprint: another"
         in qkablate("compare", "no_q", standard.name).out
     )
+
+
+def test_accuracies_of_a_task_are_compared(qkablate, runs):
+    for run, share in zip(runs, (0.5, 0.25, 0.75), strict=True):
+        changed = result(run) | {"accuracy": {"val": None, "test": share}}
+        (run / "result.json").write_text(json.dumps(changed))
+    done = qkablate("compare", runs[0].name, runs[2].name)
+    assert re.search(r"^test accuracy +50\.0% +75\.0%$", done.out, re.MULTILINE)
+    assert "exact" not in done.out
+    output = compared(qkablate, runs[0].name, runs[2].name)
+    assert output["test"] == {"accuracy": [0.5, 0.75]}
 
 
 def test_run_compared_with_itself_does_not_differ(qkablate, runs):

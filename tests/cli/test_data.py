@@ -8,6 +8,7 @@ import pytest
 from qkablate.cli.data import HELP
 from qkablate.config import conf_dir
 from qkablate.data import sources
+from tests.cli.helpers import proposed_commands
 
 TASKS = ("recall", "induction", "copy", "reverse", "directed", "dyck")
 
@@ -58,6 +59,19 @@ def test_prepare_several(qkablate, user_text):
     assert done.code == 0
     assert ", bytes: " in done.out
     assert ", chars: " in done.out
+
+
+def test_next_command_has_the_lengths_that_pairs_need(qkablate, tmp_path):
+    rows = [f"source {i}\ttarget number {i}" for i in range(60)]
+    (tmp_path / "pairs.tsv").write_text("\n".join(["a\tb", *rows]) + "\n")
+    words = ["data=pairs", f"data.path={tmp_path / 'pairs.tsv'}", f"data.cache={tmp_path / 'c'}"]
+    words += ["data.source_field=a", "data.target_field=b", "data.tokenizer=bytes"]
+    done = qkablate("data", "prepare", "model=nano_translator", "model.context=8", *words)
+    assert "note: model.source: of 60 pairs" in done.out
+    show, train = proposed_commands(done)
+    assert train[-2:] == show[-2:] == ["model.source=9", "model.context=17"]
+    assert qkablate(*show[1:]).code == 0
+    assert qkablate(*train[1:], "--help").code == 0
 
 
 def test_info_prints_the_manifest(qkablate, user_text, text):

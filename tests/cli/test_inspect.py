@@ -323,6 +323,9 @@ def test_attention_of_a_pair(qkablate, tmp_path):
     assert [torch.tensor(mine).shape for mine in found["attention"]] == [
         (2, 5, 5), (2, 4, 4), (2, 4, 5)
     ]  # fmt: skip
+    full = ("--text", PAIR[1], "--target", " ".join(["s1"] * 8))  # the last is never read
+    read = json.loads(qkablate("inspect", "no_q", *full, "--json").out)["text"]["target"]
+    assert read["tokens"] == [">", *["s1"] * 7]
     image = tmp_path / "cross.svg"
     done = qkablate("inspect", "no_q", *PAIR, "--layer", "2", "--head", "0", "-o", str(image))
     assert "Largest attention weights, layer 2, cross 0: target to source, head 0" in done.out
@@ -340,7 +343,7 @@ PAIR_MISTAKES = [
     ((PAIR[0], "s3 x", *PAIR[2:]), "--text: 'x' is not known to data=reverse"),
     ((*PAIR[:3], "s1 ?"), "--target: '?' is not known to data=reverse"),
     ((PAIR[0], " ".join(["s1"] * 9), *PAIR[2:]), "--text: 9 tokens are more than the limit of 8"),
-    ((*PAIR[:3], " ".join(["s1"] * 8)), "--target: 9 tokens with the one that starts a target"),
+    ((*PAIR[:3], " ".join(["s1"] * 9)), "--target: 10 tokens with the one that starts a target"),
     ((PAIR[0], " ", *PAIR[2:]), "--text: is empty"),
 ]
 

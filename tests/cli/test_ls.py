@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import shutil
 
 import pytest
@@ -194,3 +195,14 @@ def test_sweep_moved_without_its_runs_says_so_and_where_to_resume(qkablate, outp
 def test_completion(qkablate, monkeypatch, outputs):
     offered = {*complete(qkablate, monkeypatch, "qkablate ls ", "bash")}
     assert {"status=", "--sort", "--limit", "--json", "out="} <= offered
+
+
+def test_masked_text_is_told_from_causal_text(qkablate, outputs):
+    for run in (outputs / "runs").glob("no_q-*"):
+        config = run / "config.yaml"
+        text, count = re.subn(r"objective: \w+", "objective: mlm", config.read_text())
+        assert count == 1
+        config.write_text(text)
+    rows = [line for line in qkablate("ls").out.splitlines() if line.startswith("no_q")]
+    assert rows
+    assert all(", mlm" in row for row in rows)

@@ -85,6 +85,18 @@ def test_runs_that_read_the_whole_test_split_keep_the_ids_of_earlier_ones(train,
     assert id_of(Config(train=plain)) == id_of(Config(train=other))
 
 
+@pytest.mark.parametrize(
+    ("source", "grad_accum", "is_same"),
+    [("stdlib", 4, True), ("recall", 1, True), ("recall", 4, False), ("stdlib_pairs", 4, False)],
+)
+def test_weights_by_answers_change_the_ids_that_they_concern(source, grad_accum, is_same):
+    """Micro-batches of unequally many answers had equal weights before."""
+    config = Config(data=DataConfig(source=source), train=TrainConfig(grad_accum=grad_accum))
+    facts = {"data_fingerprint": "", "vocabulary": 3, "device": "cpu", "kernel": "math"}
+    found = identity(config, **facts, circuits_from_outside={})
+    assert ("micro_batches" not in found) == is_same
+
+
 def test_one_process_trains_a_run(tmp_path):
     run = Run(tmp_path, "label", "id")
     assert not run.is_leased

@@ -44,6 +44,7 @@ class RunComparison:
     status: tuple[str, str]
     loss: dict[str, tuple[float | None, float | None]]  # by split
     gap: dict[str, float]
+    test: dict[str, tuple[float | None, float | None]]  # accuracy and exact match, if it has them
     perplexity_percent: dict[str, float]
     params: Both  # without embeddings
     total_params: Both
@@ -85,13 +86,21 @@ def compare_runs(first: Path, second: Path) -> RunComparison:
     facts, other_facts = read_facts(first, result), read_facts(second, other_result)
     differ = _differences(config, other_config, [*config, *other_config])
     unlike = _differences(facts, other_facts, _LIKE)
-    losses = {s: (_loss(result, s), _loss(other_result, s)) for s in ("train", "val", "test")}
+    losses = {
+        s: (_value(result, "loss", s), _value(other_result, "loss", s))
+        for s in ("train", "val", "test")
+    }
     gaps = {s: a - b for s, (a, b) in losses.items() if a is not None and b is not None}
     curve, other_curve = read_loss_curves(first)[VAL], read_loss_curves(second)[VAL]
     if EVAL_TOKENS in differ:
         gaps.pop("val", None)
         curve = {}
-    if unequal_tests := explain_unequal_tests(result, other_result) if "test" in gaps else "":
+    unequal_tests = ""
+    if "data_fingerprint" in unlike:  # losses of different questions
+        gaps, curve = {}, {}
+    elif "test" in gaps:
+        unequal_tests = explain_unequal_tests(result, other_result)
+    if unequal_tests:
         del gaps["test"]
     status, other_status = (str(one.get("status", "no result")) for one in results)
     params, total_params = zip(*map(_sizes, results), strict=True)
@@ -101,6 +110,11 @@ def compare_runs(first: Path, second: Path) -> RunComparison:
         status=(status, other_status),
         loss=losses,
         gap=gaps,
+        test={
+            name: (_value(result, name, "test"), _value(other_result, name, "test"))
+            for name in ("accuracy", "exact")
+            if any(_value(one, name, "test") is not None for one in results)
+        },
         perplexity_percent={split: perplexity_percent(value) for split, value in gaps.items()},
         params=params,
         total_params=total_params,
@@ -206,8 +220,8 @@ def _differences(
     return {key: (value, other) for key, (value, other) in pairs.items() if value != other}
 
 
-def _loss(result: Mapping[str, object], split: str) -> float | None:
-    value = as_dict(result.get("loss")).get(split)
+def _value(result: Mapping[str, object], metric: str, split: str) -> float | None:
+    value = as_dict(result.get(metric)).get(split)
     return value if is_number(value) else None
 
 

@@ -135,7 +135,7 @@ class Pairs:
         count = len(self.splits["val" if split == "train" else split])
         rows = evenly_spaced(count, len(self.splits[split]))
         if split == "test":
-            rows = rows[: self.test_tokens(limit) // self.length]
+            rows = rows[: self._first_within(limit)]
         elif limit is not None:
             rows = rows[evenly_spaced(max(1, limit // self.length), len(rows))]
         for first in range(0, len(rows), batch_size):
@@ -145,9 +145,20 @@ class Pairs:
             yield batch
 
     def test_tokens(self, limit: int | None) -> int:
-        """Return how many tokens of the test split are read: the first pairs within `limit`."""
-        total = self.tokens["test"]
-        return total if limit is None else min(total, max(1, limit // self.length) * self.length)
+        """Return how many tokens of the test split are read: the first pairs within `limit`.
+
+        Of a part of them, the targets' own tokens are counted, which do not depend on how far the
+        model's context is filled with padding: runs with equal counts have read the same pairs.
+        """
+        pairs, count = self.splits["test"], self._first_within(limit)
+        if count == len(pairs):
+            return self.tokens["test"]
+        return int(pairs.lengths_N2[:count, 1].sum())
+
+    def _first_within(self, limit: int | None) -> int:
+        """Return how many pairs of the test split are read."""
+        count = len(self.splits["test"])
+        return count if limit is None else min(count, max(1, limit // self.length))
 
     def sample(self, split: str, *, count: int, context: int) -> Batch:
         return self.batch(split, evenly_spaced(count, len(self.splits[split])))

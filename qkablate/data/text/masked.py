@@ -27,9 +27,9 @@ PREDICTED, MASKED, RANDOM = 0.15, 0.8, 0.1  # of all tokens; of the predicted on
 _FORMAT = 1  # raised when the same text would be masked in another way
 
 
-def masked_fingerprint(fingerprint: str) -> str:
-    """Return the fingerprint of a masked text, by that of the text."""
-    return hash_json(["mlm", _FORMAT, fingerprint])
+def masked_fingerprint(fingerprint: str, context: int) -> str:
+    """Return the fingerprint of a masked text, by that of the text and the length of windows."""
+    return hash_json(["mlm", _FORMAT, context, fingerprint])
 
 
 class MaskedText:
@@ -41,7 +41,7 @@ class MaskedText:
     def __init__(self, corpus: Corpus, context: int) -> None:
         self.corpus, self.length = corpus, context
         self.tokenizer, self.name, self.tokens = corpus.tokenizer, corpus.name, corpus.tokens
-        self.fingerprint = masked_fingerprint(corpus.fingerprint)
+        self.fingerprint = masked_fingerprint(corpus.fingerprint, context)
         self.mask = corpus.vocabulary
         self.vocabulary = corpus.vocabulary + 1
         self.answers = max(1, round(PREDICTED * context))  # of a window

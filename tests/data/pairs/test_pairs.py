@@ -216,7 +216,12 @@ def test_a_limit_reads_the_first_pairs_of_the_test_split(write):
     assert len(whole) == len(pairs.splits["test"]) > 2
     assert read(2 * 12 + 5) == whole[:2]
     assert read(1) == whole[:1]
-    assert pairs.test_tokens(2 * 12 + 5) == 2 * 12
+    assert pairs.test_tokens(2 * 12 + 5) == sum(
+        len(t.encode()) for _, t in texts(pairs, "test")[:2]
+    )
+    wide = Pairs(pairs.corpus, dataclasses.replace(MODEL, context=24))
+    assert wide.test_tokens(2 * 12 + 5) == len(texts(pairs, "test")[0][1].encode())
+    assert wide.test_tokens(None) == wide.tokens["test"]
     assert read(10**9) == whole
 
 

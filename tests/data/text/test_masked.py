@@ -135,6 +135,10 @@ def test_fingerprint_is_that_of_the_masked_text(config, text):
     assert isinstance(found, MaskedText)
     assert found.fingerprint == text.fingerprint
     assert find_data(config, ENCODER, plain.fingerprint) is None
+    # Other windows have other masks.
+    assert open_data(config, dataclasses.replace(ENCODER, context=20)).fingerprint != (
+        text.fingerprint
+    )
 
 
 @pytest.mark.parametrize(
