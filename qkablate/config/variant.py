@@ -146,8 +146,7 @@ def variant_name(variant: VariantConfig) -> str:
         for key in ("rank", "groups")
         if values[key] is not None and key not in entry
     )
-    if variant.sites != "all":
-        numbers += "_" + variant.sites.replace("+", "_")
+    numbers += sites_suffix(variant.sites)
     if variant.name.removesuffix(numbers) not in variants():
         name = variant.name.removesuffix(numbers)
     elif not name:
@@ -158,6 +157,11 @@ def variant_name(variant: VariantConfig) -> str:
         parts = (*sides, norm, "mask_self" if variant.mask_self else "")
         name = "+".join(part for part in parts if part)
     return name + numbers
+
+
+def sites_suffix(sites: str) -> str:
+    """Return what resolved sites add to a variant's name: _encoder_cross; '' for all."""
+    return "" if sites == "all" else "_" + sites.replace("+", "_")
 
 
 @functools.cache

@@ -73,9 +73,10 @@ class Section:
         groups: dict[str, list[Entry]] = {}
         for family in self.families:
             group = [family.baseline, *(gap.arm for gap in family.gaps)]
-            floor = self.study.floor_of(family.baseline)
-            if floor is not None and floor not in group:
-                group.append(floor)
+            floors = [gap.floor.arm for gap in family.gaps if gap.floor is not None]
+            for floor in floors:
+                if floor not in group:
+                    group.append(floor)
             groups[family.baseline.name] = group
         placed = {entry.name for group in groups.values() for entry in group}
         alone = [entry for entry in self.study.entries if entry.name not in placed]

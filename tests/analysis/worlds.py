@@ -18,7 +18,8 @@ from qkablate.config import GridConfig
 from qkablate.report.text.table import format_markdown
 from qkablate.report.text.tables import make_tables
 from qkablate.sweeps.planning.expand import Grid, expand_grid
-from qkablate.sweeps.planning.manifest import FLOOR, Manifest, SweepRun, freeze
+from qkablate.sweeps.planning.floors import is_floor
+from qkablate.sweeps.planning.manifest import Manifest, SweepRun, freeze
 from qkablate.sweeps.running.state import SweepState
 from tests.analysis.references import to_json
 
@@ -70,7 +71,7 @@ class World:
         if outcome is None:
             return
         folder, arm = self.run_folder(run), self.manifest.arms[run.arm]
-        if isinstance(outcome, int | float) and arm.variant == FLOOR and arm.baseline is None:
+        if isinstance(outcome, int | float) and is_floor(arm) and arm.baseline is None:
             outcome += FLOOR_LEAD
         result = self.result(run)
         if isinstance(outcome, str):
@@ -140,6 +141,8 @@ def compose_manifest(small: Sequence[str], *words: str, grid: GridConfig | None 
         small = ["sweep.floor=false", *small]
     with open_hydra():
         given = {word.partition("=")[0] for word in words} | {*(grid.fixed if grid else ())}
+        if "data" in given:  # the text has keys of its own
+            given |= {"data.path", "data.cache"}
         defaults = [word for word in small if word.partition("=")[0] not in given]
         request = read_request([*defaults, *words], grid)
         return expand_grid(

@@ -11,7 +11,7 @@ from qkablate.analysis.claims.judgement import judge_claim
 from qkablate.analysis.claims.parse import parse_claim
 from qkablate.analysis.claims.registry import claim_grid
 from qkablate.report.section import Section
-from qkablate.sweeps.planning.manifest import FLOOR
+from qkablate.sweeps.planning.floors import is_floor
 from tests.analysis.worlds import (
     cached_manifest,
     cached_world,
@@ -111,7 +111,7 @@ def claimed(corpus, tmp_path_factory) -> Callable[..., Section]:
         world = freeze_world(frozen[0], folder)
         offsets = (-0.001, 0.001, -0.0005, 0.0005)
         seeds = own.seeds_of("final", 4)
-        floors = [run for run in world.runs() if world.manifest.arms[run.arm].variant == FLOOR]
+        floors = [run for run in world.runs() if is_floor(world.manifest.arms[run.arm])]
         for run in floors:
             world.write(run, 2.0 + seeds.index(run.changes["seed"]) / 7)
         for run in [run for run in world.runs() if run not in floors][:ended]:

@@ -16,7 +16,8 @@ from qkablate.config import Role, flatten
 from qkablate.config.sweep import as_word, control_name
 from qkablate.config.variant import is_standard_attention
 from qkablate.errors import UserError
-from qkablate.sweeps.planning.manifest import FLOOR, Arm
+from qkablate.sweeps.planning.floors import is_floor
+from qkablate.sweeps.planning.manifest import Arm
 
 HORIZONS = ("longest", "each", "growth")
 TEXT = "text"  # the data of the grid; other names of `data` are tasks of the scale
@@ -228,7 +229,7 @@ def _find_pairs(claim: Claim, spec: PartSpec, arms: list[Arm]) -> list[tuple[Arm
         for arm in arms
         # Baselines are under the control of every axis.
         if spec.control in arm.controls or (arm.baseline is None and arm.mismatch is None)
-        if not (are_same_variant and arm.variant == FLOOR)
+        if not (are_same_variant and is_floor(arm))
     ]
     firsts = [arm for arm in comparable if _matches(arm, spec.arm)]
     others = [arm for arm in comparable if _matches(arm, spec.against)]

@@ -143,8 +143,9 @@ def judge_claim(claim: Claim, study: Study, exploratory: list[str]) -> Judgement
     solo = read_measurements(manifest.folder) if alone else {}
     for comparison in comparisons:
         gaps = [
-            measure_gap(entries[arm], entries[other], study.floor_of(entries[other]))
-            for arm, other in filter(None, [*comparison.pairs, comparison.than])
+            measure_gap(arm, other, study.floor_of(arm, other))
+            for first, second in filter(None, [*comparison.pairs, comparison.than])
+            for arm, other in [(entries[first], entries[second])]
         ]
         checks = _audit_part(comparison, gaps, curves, entries)
         if comparison.spec.measure.is_solo:

@@ -148,7 +148,7 @@ class Measure:
         It is ∞ for measures that tell something also of arms that have learned nothing.
         """
         is_lead_in_costs = self.unit is Unit.SHARE or self.is_censored
-        if is_lead_in_costs and gap.compares_variants:
+        if is_lead_in_costs and gap.compares_attention:
             if gap.floor is None:
                 return None
             sample = self.sample(tuple(self.costs(gap.floor).values()))

@@ -11,6 +11,7 @@ from qkablate.analysis.stats import MIN_PAIRS
 from qkablate.analysis.study.study import Entry, Record
 from qkablate.config import TEXT_SOURCES, OptimConfig
 from qkablate.runs.records import is_number
+from qkablate.sweeps.planning.floors import floor_sites
 from qkablate.table import format_list
 
 ANNEALED = 0.1  # of the peak: largest final learning rate of an annealed run
@@ -230,10 +231,12 @@ def _check_start(sides: Sides) -> Answer:
 
 def _check_floor(gap: Gap, margin: float | None) -> Answer:
     """Compare the baseline with uniform attention, which it has to beat."""
-    if not gap.compares_variants:
-        return OK, "not needed: the same parametrization of attention"
+    if not gap.compares_attention:
+        return OK, "not needed: the same attention"
     if gap.floor is None:
-        text = "no variant=uniform in the baseline's model; sweep.floor=true adds it"
+        sites = floor_sites(gap.arm.arm, gap.baseline.arm)
+        word = "variant=uniform" + f" variant.sites={sites}" * (sites not in (None, "all"))
+        text = f"no {word} in the baseline's model; sweep.floor=true adds it"
         return NOTE if margin is None else WARNING, text
     name, baseline = gap.floor.arm.name, gap.baseline.name
     if gap.lead is None:

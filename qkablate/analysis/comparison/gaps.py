@@ -28,7 +28,7 @@ class Gap:
     unpaired: list[str]  # what each incomplete pair lacks
     arm_diverged: int
     baseline_diverged: int
-    floor: "Gap | None" = None  # that of uniform attention to the same baseline
+    floor: "Gap | None" = None  # that of uniform attention, at the arm's sites, to the baseline
 
     @property
     def sides(self) -> tuple[Entry, Entry]:
@@ -45,23 +45,29 @@ class Gap:
         variant, baseline = (entry.arm.config.variant for entry in self.sides)
         return (variant.name, variant.file) != (baseline.name, baseline.file)
 
+    @property
+    def compares_attention(self) -> bool:
+        """True if the two sides have different parametrizations or starts of attention."""
+        variant, baseline = (entry.arm.config.variant for entry in self.sides)
+        return self.compares_variants or variant.init != baseline.init
+
     @cached_property
     def lead(self) -> float | None:
         """One-sided 95 % bound by which the baseline beats the floor; None if unknown."""
-        if not self.compares_variants:
+        if not self.compares_attention:
             return math.inf  # no floor is needed
         interval = self.floor.bounds(1 - 2 * ALPHA) if self.floor else None
         return interval[0] if interval else None
 
     @property
     def is_before_attention(self) -> bool:
-        """True if variants are compared whose baseline has not beaten the best n-gram."""
+        """True if attention is compared whose baseline has not beaten the best n-gram."""
         lead = self.baseline.lead_over_ngrams
-        return self.compares_variants and lead is not None and lead <= 0
+        return self.compares_attention and lead is not None and lead <= 0
 
     @property
     def is_at_floor(self) -> bool:
-        """True if variants are compared whose baseline does not clearly beat uniform attention."""
+        """True if attention is compared whose baseline does not clearly beat uniform attention."""
         return self.lead is not None and self.lead <= 0
 
     @cached_property
@@ -207,7 +213,7 @@ def find_families(study: Study) -> list[Family]:
     for entry in study.entries:
         baseline = study.baseline_of(entry)
         if baseline is not None and baseline is not entry:
-            gap = measure_gap(entry, baseline, study.floor_of(baseline))
+            gap = measure_gap(entry, baseline, study.floor_of(entry, baseline))
             families.setdefault(baseline.name, Family(baseline, [], shown)).gaps.append(gap)
             shown.append(gap)
     return list(families.values())

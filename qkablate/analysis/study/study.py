@@ -17,8 +17,8 @@ from qkablate.runs.document_losses import DocumentLosses, read_document_losses
 from qkablate.runs.records import is_number, read_config, read_json, read_result, sha256
 from qkablate.runs.text_references import KEY as TEXT_REFERENCES
 from qkablate.runs.text_references import TextReferences, find_text_references
+from qkablate.sweeps.planning.floors import floor_sites, is_floor
 from qkablate.sweeps.planning.manifest import (
-    FLOOR,
     Arm,
     LeftOutArm,
     Manifest,
@@ -261,16 +261,25 @@ class Study:
         baselines = [other for other in self.entries if other.arm.name == entry.arm.baseline]
         return _at_rate(baselines, entry.rate)
 
-    def floor_of(self, baseline: Entry) -> Entry | None:
+    def floor_of(self, arm: Entry, baseline: Entry) -> Entry | None:
         """Return `uniform`, attention that averages all tokens, in the baseline's model.
 
+        It is uniform at the arm's sites, or at the baseline's where the arm is standard attention.
         Where the baseline does not beat it clearly, arms look alike because attention made no
-        difference: an experiment in which nothing could have shown says nothing.
+        difference there: an experiment in which nothing could have shown says nothing.
         """
-        model = without_variant(baseline.arm.overrides)
-        same = [entry for entry in self.entries if without_variant(entry.arm.overrides) == model]
-        # At the model's own size.
-        floors = [e for e in same if e.arm.config.variant.name == FLOOR and e.arm.mismatch is None]
+        sites = floor_sites(arm.arm, baseline.arm) or "all"
+        sized = baseline.arm
+        if sized.mismatch is not None:  # a control has changed the size
+            sized = self.arms.get(sized.baseline or "", sized)
+        model = without_variant(sized.overrides)
+        floors = [
+            entry
+            for entry in self.entries
+            if is_floor(entry.arm) and entry.arm.mismatch is None  # at the model's own size
+            if entry.arm.config.variant.sites == sites
+            if without_variant(entry.arm.overrides) == model
+        ]
         return _at_rate(floors, baseline.rate)
 
 

@@ -108,11 +108,11 @@ def gap_chart(section: Section) -> Chart:
             | {"open_above": gap.arm_diverged > 0, "open_below": gap.baseline_diverged > 0}
         )
         pairs += [arm | {"gap": pair.gap} for pair in gap.pairs]
-    floors = _floor_rows(section) if rows else {}
-    for baseline, floor in floors.items():
-        groups[baseline].append(floor["arm"])
+    floors = _floor_rows(section) if rows else []
+    for floor in floors:
+        groups[floor["baseline"]].append(floor["arm"])
     names = _space_groups([*groups.values()])
-    near, far = _split_floors([*floors.values()], rows)
+    near, far = _split_floors(floors, rows)
     color, y = base.by_variant(section, "color"), base.arm_axis(names)
     x = base.number_axis("gap", "gap, nats per token", zero=True, nice=True)
     x |= {"axis": {"tickCount": 6, "labelOverlap": True}}
@@ -148,7 +148,7 @@ def gap_chart(section: Section) -> Chart:
         base.make_layer("point", points, filled=True, size=70, opacity=1),
     ]
     height = base.ROW_HEIGHT * len(names) + base.ROW_HEIGHT // 2
-    panel = base.make_panel("", rows, layers, height, all_diverged, [*floors.values()])
+    panel = base.make_panel("", rows, layers, height, all_diverged, floors)
     caption = (
         "Test loss of an arm minus test loss of its baseline with the same seed; negative"
         " is better. Point: mean; bar: 95 % interval, unadjusted for multiple arms; ticks:"
@@ -163,21 +163,22 @@ def gap_chart(section: Section) -> Chart:
     return Chart("gaps", "Gaps", caption, [panel] if rows else [])
 
 
-def _floor_rows(section: Section) -> dict[str, Spec]:
-    """Return the row of each baseline's floor that is not itself one of the compared arms."""
-    rows = {}
-    compared = {gap.arm.name for family in section.families for gap in family.gaps}
-    for family in section.families:
-        floor = next((gap.floor for gap in family.gaps if gap.floor is not None), None)
-        if floor is None or floor.arm.name in compared or not floor.sample.n:
+def _floor_rows(section: Section) -> list[Spec]:
+    """Return the row of each floor of a baseline that is not itself one of the compared arms."""
+    rows = []
+    gaps = [gap for family in section.families for gap in family.gaps]
+    compared = {gap.arm.name for gap in gaps}
+    floors = {(g.baseline.name, g.floor.arm.name): g.floor for g in gaps if g.floor is not None}
+    for floor in floors.values():
+        if floor.arm.name in compared or not floor.sample.n:
             continue
         sample, interval = floor.sample, floor.sample.interval()
         low, high = interval or (sample.mean, sample.mean)
         estimate = format_gap(sample.mean, interval)
         row: Spec = {"arm": f"{section.labels[floor.arm.name]}, floor  (n = {sample.n})"}
-        row |= {"variant": floor.arm.arm.variant, "baseline": family.baseline.name}
+        row |= {"variant": floor.arm.arm.variant, "baseline": floor.baseline.name}
         row |= {"gap": sample.mean, "low": low, "high": high, "estimate": estimate}
-        rows[family.baseline.name] = row | {"beyond": f"{estimate} →"}
+        rows.append(row | {"beyond": f"{estimate} →"})
     return rows
 
 

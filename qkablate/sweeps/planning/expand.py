@@ -5,7 +5,6 @@ import functools
 import itertools
 import math
 import re
-from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
@@ -18,15 +17,14 @@ from qkablate.errors import ImpossibleConfig, UserError
 from qkablate.runs.run import LABEL_KEYS
 from qkablate.sweeps.planning.arms import ArmResolver, Overrides, share_test_tokens
 from qkablate.sweeps.planning.control import ControlOutOfReach, match_baseline
+from qkablate.sweeps.planning.floors import plan_floors
 from qkablate.sweeps.planning.manifest import (
-    FLOOR,
     RUN_KEYS,
     VARIANT_KEYS,
     Arm,
     Changes,
     LeftOutArm,
     Manifest,
-    without_variant,
 )
 from qkablate.sweeps.planning.predicates import holds
 from qkablate.sweeps.planning.tuning import tuning_runs
@@ -236,21 +234,9 @@ class _Expansion:
         self.left_out.append(LeftOutArm(name, control, str(reason), kind))
 
     def _add_floors(self) -> None:
-        """Add uniform attention, which has no baseline, to models whose variants are compared."""
-        variants = [arm.config.variant for arm in self.arms.values()]
-        if len({(variant.name, variant.file) for variant in variants}) < 2:
-            return
-        by_name = {arm.name: arm for arm in self.arms.values()}
-        models = defaultdict(set)  # their variants
-        for arm in self.arms.values():
-            home = by_name.get(arm.baseline or "", arm) if self.center else arm
-            if "none" in home.controls:
-                model = tuple(without_variant(home.overrides).items())
-                models[model].add((arm.config.variant.name, arm.config.variant.file))
-        for model, compared in models.items():
-            if self.center and len(compared) < 2:
-                continue  # another factor than the variant
-            overrides = {**dict(model), "variant": FLOOR}
+        """Add uniform attention, which has no baseline, where attention is compared."""
+        is_one_at_a_time = self.center is not None
+        for overrides in plan_floors(self.arms.values(), one_at_a_time=is_one_at_a_time):
             try:
                 self._add_arm("none", overrides)
             except ImpossibleConfig as reason:

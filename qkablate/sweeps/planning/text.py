@@ -92,7 +92,9 @@ def _find_namesakes(manifest: Manifest) -> list[str]:
 
 def _format_arms(manifest: Manifest, estimates: Estimates | None, screen: Screen) -> list[str]:
     """Return the table of arms, then those left out by reason."""
-    head = ["arm", "params", "with embeddings", "mismatch", "MLP", "FLOPs/token", "runs"]
+    is_moved = any(_is_of_another_width(arm) for arm in manifest.arms.values())
+    head = ["arm", "params", "with embeddings", "mismatch", *["d_model"] * is_moved]
+    head += ["MLP", "FLOPs/token", "runs"]
     head += ["a run", "memory"] if estimates is not None else []
     counts = Counter(run.arm for run in manifest.runs) + Counter(refinement_sizes(manifest))
     finals = f" + {len(manifest.finals)}" if manifest.finals else ""
@@ -101,6 +103,7 @@ def _format_arms(manifest: Manifest, estimates: Estimates | None, screen: Screen
         model = arm.config.model
         cells = [
             *(_title(arm), f"{arm.params:,}", f"{arm.total_params:,}", _mismatch(arm, manifest)),
+            *[f"{model.d_model:,}"] * is_moved,
             *(f"{round(model.mlp_ratio * model.d_model):,}", format_short(arm.flops)),
             f"{counts[arm.name]}{finals}",
         ]
@@ -169,6 +172,11 @@ def plan_to_json(
         "left_out": [vars(left) for left in manifest.left_out],
         "excluded": manifest.excluded,
     }
+
+
+def _is_of_another_width(arm: Arm) -> bool:
+    """Return whether a control has moved d_model, which the arm's name does not show."""
+    return f"d{arm.config.model.d_model}" not in arm.name.split("-")
 
 
 def _mismatch(arm: Arm, manifest: Manifest) -> str:

@@ -447,6 +447,39 @@ def test_seeds_beyond_those_declared_are_exploratory(world):
     assert looks.alpha == 0.05
 
 
+TRANSLATOR = {"model.form": "encoder_decoder", "data": "reverse", "model.context": "8"}
+
+
+@pytest.mark.parametrize(
+    ("encoder", "cross", "word"),
+    [(1.0, 1.0, "SUPPORTED"), (0.02, 1.0, "INSENSITIVE"), (1.0, 0.02, "INSENSITIVE")],
+)
+def test_interaction_of_sites_needs_both_floors(world, encoder, cross, word):
+    grid = {**GRID, **TRANSLATOR, "variant.sites": "encoder,cross"}
+    part = {"arm": {"variant": "no_q", "variant.sites": "cross"}}
+    own = claim(4, grid, less={**part, "than": {"variant.sites": "encoder"}})
+    made = frozen(world, own)
+    same = losing(own, 4, 0.0, 1e-4)
+    leads = {"uniform_encoder": encoder, "uniform_cross": cross}
+
+    def loss(run):
+        name = run.arm.split("-")[0]
+        return same(run) + (leads[name] - 10.0 if name in leads else 0.0)  # 10 is added to floors
+
+    assert judged(made.finish(loss), own).word == word
+
+
+@pytest.mark.parametrize(("lead", "word"), [(1.0, "SUPPORTED"), (0.0, "INSENSITIVE")])
+def test_baseline_of_another_size_has_the_floor_of_its_size_before(world, lead, word):
+    part = {"arm": "standard", "against": "no_q", "axis": "params", "margin": 0.01}
+    own = claim(4, within=part)
+    same = losing(own, 4, 0.0, 1e-4)
+    made = frozen(world, own).finish(
+        lambda run: same(run) + (lead - 10.0) * run.arm.startswith("uniform")
+    )
+    assert judged(made, own).word == word
+
+
 def test_fewer_seeds_than_were_declared_are_exploratory_too(world):
     own = claim(4)
     made = frozen(world, own, 3).finish(losing(own, 3, 0.0))

@@ -228,6 +228,58 @@ def test_equivalence_needs_a_baseline_above_the_floor(cached_world):
         assert ("does not clearly beat" in check.message) == (lead == 0)
 
 
+TRANSLATOR = ("model=nano_translator", "data=reverse", "model.context=8", "sweep.floor=true")
+
+
+def losses_by_site(leads):
+    """Return losses of arms that are alike, and of the floors, so far above standard."""
+
+    def loss(run):
+        name = run.arm.partition("-")[0]
+        lead = leads[name.removeprefix("uniform_")] - FLOOR_LEAD if "uniform" in name else 0.0
+        noise = random.Random(run.id).gauss(0, 1e-4)
+        return 2 + lead + run.changes["seed"] / 7 + noise
+
+    return loss
+
+
+def test_site_that_hardly_matters_hides_no_variant(cached_world):
+    """Attention of the encoder is worth less than three margins, that to the source much more."""
+    words = ("variant=standard,no_q", "variant.sites=encoder,cross", "seed=range(4)")
+    world = cached_world(*TRANSLATOR, *words)
+    study = world.finish(losses_by_site({"encoder": 0.02, "cross": 2.0})).study()
+    gaps = describe_study(study, margin=0.01).gaps
+    assert {gap.arm: gap.decision for gap in gaps} == {
+        "no_q_encoder-d16-h2": "the experiment could not tell",
+        "no_q_cross-d16-h2": "equivalent",
+    }
+    floors = [next(check for check in gap.audit if check.name == "floor") for gap in gaps]
+    assert [check.state for check in floors] == ["warning", "ok"]
+    assert "beats uniform_encoder-d16-h2 by 0.0" in floors[0].message
+    assert "beats uniform_cross-d16-h2 by 1.9" in floors[1].message
+
+
+def test_floor_at_other_sites_does_not_count(cached_world):
+    words = ("variant=standard,no_q,uniform", "variant.sites=all,cross", "seed=range(4)")
+    no_cross = "sweep.filter=[\"variant != 'uniform_cross'\"]"
+    world = cached_world(*TRANSLATOR[:3], "sweep.floor=false", no_cross, *words)
+    leads = {"uniform": 2.0 + FLOOR_LEAD}
+    gaps = describe_study(world.finish(losses_by_site(leads)).study(), margin=0.01).gaps
+    found = {gap.arm.partition("-")[0]: gap for gap in gaps}
+    assert found["no_q"].decision == "equivalent"
+    assert found["no_q_cross"].decision == "the experiment could not tell"
+    (check,) = (check for check in found["no_q_cross"].audit if check.name == "floor")
+    assert "no variant=uniform variant.sites=cross in the baseline's model" in check.message
+
+
+@pytest.mark.parametrize("lead", [1.0, 0.0])
+def test_start_that_is_equivalent_needs_a_floor(cached_world, lead):
+    baseline = "sweep.baseline={variant.init: matched}"
+    world = cached_world("variant.init=matched,naive", baseline, "sweep.floor=true", PAIR[-1])
+    found = only_gap(world, losses(lead=lead), margin=0.01).decision
+    assert found == ("equivalent" if lead else "the experiment could not tell")
+
+
 def test_without_a_floor_nothing_is_equivalent(cached_world):
     world = cached_world(*PAIR)
     assert len(world.manifest.arms) == 2

@@ -547,6 +547,18 @@ def test_floor_is_in_the_panel_of_its_baseline(make_world, section_of, loss_of):
     assert [entry.arm.variant for entry in group] == ["standard", "no_q", "uniform"]
 
 
+def test_each_site_has_its_floor(make_world, section_of, loss_of):
+    translator = ("model=nano_translator", "data=reverse", "model.context=8", "sweep.floor=true")
+    sites = ("variant=standard,no_q", "variant.sites=encoder,cross", "seed=range(3)")
+    section = section_of(make_world(*translator, *sites).finish(loss_of))
+    (group,) = section.groups.values()
+    assert [entry.arm.variant for entry in group[-2:]] == ["uniform_encoder", "uniform_cross"]
+    names = layers_of(section, "point")[-1]["encoding"]["y"]["scale"]["domain"]
+    assert [name.partition("  ")[0] for name in names] == [
+        *("no_q_encoder", "no_q_cross", "uniform_encoder, floor", "uniform_cross, floor")
+    ]
+
+
 def test_gap_curve_is_that_of_the_analysis(section):
     rows = [
         row

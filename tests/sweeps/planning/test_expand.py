@@ -206,17 +206,18 @@ TRANSLATOR = ["model=nano_translator", "data=reverse", "model.context=8", "sweep
 
 
 def test_sites_are_an_axis(expand):
-    """Standard is the same at all sites; the floor is uniform at all of them, once."""
+    """Standard is the same at all sites; the floor is uniform at the sites of each variant."""
     manifest = expand(*TRANSLATOR, "variant=standard,merged_w", "variant.sites=all,cross")
     assert {*manifest.arms} == {
-        *("standard-d16-h2", "merged_w-d16-h2", "merged_w_cross-d16-h2", "uniform-d16-h2")
+        *("standard-d16-h2", "merged_w-d16-h2", "merged_w_cross-d16-h2"),
+        *("uniform-d16-h2", "uniform_cross-d16-h2"),
     }
     sites = {arm.variant: arm.config.variant.sites for arm in manifest.arms.values()}
     assert sites == {
-        **{"standard": "all", "uniform": "all"},
+        **{"standard": "all", "uniform": "all", "uniform_cross": "cross"},
         **{"merged_w": "all", "merged_w_cross": "cross"},
     }
-    assert len({run.id for run in manifest.runs}) == 4
+    assert len({run.id for run in manifest.runs}) == 5
     for name in ("merged_w-d16-h2", "merged_w_cross-d16-h2"):
         assert manifest.arms[name].baseline == "standard-d16-h2"
 
@@ -225,7 +226,8 @@ def test_arms_that_need_one_width_are_left_out(expand):
     words = ("variant=standard,no_k,shared_qk", "variant.sites=encoder,cross")
     manifest = expand(*TRANSLATOR, *words, "model.encoder_d_model=8")
     assert {arm.variant for arm in manifest.arms.values()} == {
-        *("standard", "no_k_encoder", "no_k_cross", "shared_qk_encoder", "uniform")
+        *("standard", "no_k_encoder", "no_k_cross", "shared_qk_encoder"),
+        *("uniform_encoder", "uniform_cross"),
     }
     (left_out,) = manifest.left_out
     assert left_out.kind == "impossible"
@@ -255,18 +257,56 @@ def test_models_of_other_forms_and_lengths_have_data_of_their_own(expand, axis):
     assert len({arm.facts["data_fingerprint"] for arm in arms}) == len(arms) == 2
 
 
-@pytest.mark.parametrize("sites", ["cross", "encoder,cross"])
-def test_floor_is_uniform_at_all_sites(expand, sites):
-    manifest = expand(*TRANSLATOR, "variant=standard,no_q", f"variant.sites={sites}")
-    floors = [arm for arm in manifest.arms.values() if "uniform" in arm.name]
-    assert [(floor.variant, floor.config.variant.sites) for floor in floors] == [("uniform", "all")]
+@pytest.mark.parametrize(
+    ("words", "floors"),
+    [
+        (["variant=standard,no_q", "variant.sites=cross"], ["uniform_cross"]),
+        (
+            ["variant=standard,no_q,no_k", "variant.sites=encoder,cross"],
+            ["uniform_encoder", "uniform_cross"],
+        ),
+        (["variant=no_q", "variant.sites=encoder+decoder"], ["uniform_encoder_decoder"]),
+        (["variant=standard,no_q", "variant.sites=encoder+decoder+cross"], ["uniform"]),
+        (["variant=standard,no_q"], ["uniform"]),
+        (["variant=no_q", "variant.sites=cross", "control=params"], ["uniform_cross"]),
+    ],
+)
+def test_floor_is_uniform_at_the_sites_of_the_variants(expand, words, floors):
+    arms = expand(*TRANSLATOR, *words).arms.values()
+    added = [arm for arm in arms if arm.config.variant.qk == "uniform"]
+    assert [arm.variant for arm in added] == floors
+    assert {arm.baseline for arm in added} == {None}
+
+
+def test_uniform_in_the_grid_is_trained_once(expand):
+    words = ["variant=standard,no_q,uniform", "variant.sites=encoder"]
+    assert [arm.variant for arm in expand(*TRANSLATOR, *words).arms.values()] == [
+        *("standard", "no_q_encoder", "uniform_encoder")
+    ]
+
+
+@pytest.mark.parametrize(
+    ("words", "floors"),
+    [
+        (["variant.init=matched,symmetric", "model.bias=true,false"], 2),  # one a model
+        (["variant.init=matched,naive", "sweep.design=one_at_a_time"], 1),
+        (["model.bias=true,false"], 0),
+        (["model.d_model=16,32", "optim.lr=1e-3,2e-3"], 0),
+        (["variant.lr=same,matched"], 0),
+    ],
+)
+def test_starts_of_one_variant_have_a_floor(expand, words, floors):
+    manifest = expand(*words, "sweep.baseline={variant.init: matched}", "sweep.floor=true")
+    added = [arm.config.variant for arm in manifest.arms.values() if arm.variant == "uniform"]
+    assert [variant.init for variant in added] == ["matched"] * floors
 
 
 def test_sites_alone_are_compared_with_standard(expand):
     manifest = expand(*TRANSLATOR, "variant=merged_w", "variant.sites=encoder,decoder,cross")
     assert {*manifest.arms} == {
         *(f"merged_w_{site}-d16-h2" for site in ("encoder", "decoder", "cross")),
-        *("standard-d16-h2", "uniform-d16-h2"),
+        *(f"uniform_{site}-d16-h2" for site in ("encoder", "decoder", "cross")),
+        "standard-d16-h2",
     }
 
 
@@ -341,6 +381,18 @@ def test_matched_arms_cost_what_their_baseline_costs(expand, words):
             if kind in arm.controls:
                 assert abs(own / target - 1) <= 0.01
     assert not manifest.left_out
+
+
+@pytest.mark.parametrize("adjust", ["d_model", "mlp"])
+def test_plan_shows_a_width_that_a_control_has_moved(expand, adjust):
+    words = ["variant=no_qk", "model.d_model=32", "control=params", f"control.adjust={adjust}"]
+    manifest = expand(*words)
+    head, _, moved, *_ = (re.split(r"  +", line) for line in format_plan(manifest, 1))
+    assert ("d_model" in head) == (adjust == "d_model")
+    if adjust == "d_model":
+        (arm,) = (arm for arm in manifest.arms.values() if arm.baseline)
+        assert arm.config.model.d_model != 32
+        assert moved[head.index("d_model")] == str(arm.config.model.d_model)
 
 
 def test_arms_out_of_reach_are_left_out_with_their_reason(expand):
