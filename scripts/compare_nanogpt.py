@@ -186,6 +186,17 @@ def make_candidates(module: Any, shape: Shape, args: argparse.Namespace, folder:
     return candidates
 
 
+def warm_up(label: str, candidates: list[Any]) -> None:
+    """Train each candidate for some steps, and remove those that fail."""
+    for candidate in list(candidates):
+        try:
+            for step in range(WARMUP):
+                candidate.step(step)
+        except RuntimeError as error:  # e.g. without a C++ compiler
+            print(f"{label:<7}{candidate.name}: left out: {str(error).strip().splitlines()[0]}")
+            candidates.remove(candidate)
+
+
 def measure(candidates: list[Any], rounds: int, steps: int, tokens: int) -> dict[str, list[float]]:
     """Return the tokens per second of each candidate in each round."""
     speeds: dict[str, list[float]] = {candidate.name: [] for candidate in candidates}
@@ -212,13 +223,7 @@ def compare(label: str, module: Any, args: argparse.Namespace, folder: Path) -> 
     torch.compiler.reset()  # guards of the last shape would slow this one down
     candidates = make_candidates(module, shape, args, folder)
     before = {candidate.name: candidate.loss() for candidate in candidates}
-    for candidate in list(candidates):
-        try:
-            for step in range(WARMUP):
-                candidate.step(step)
-        except RuntimeError as error:  # e.g. without a C++ compiler
-            print(f"{label:<7}{candidate.name}: left out: {str(error).strip().splitlines()[0]}")
-            candidates.remove(candidate)
+    warm_up(label, candidates)
     steps, tokens = args.steps or shape.steps, shape.batch_size * shape.context
     speeds = measure(candidates, args.rounds, steps, tokens)
     theirs = [speeds[candidate.name] for candidate in candidates if isinstance(candidate, NanoGPT)]

@@ -21,7 +21,7 @@ from typing import Any
 
 import compare_nanogpt as compare
 import torch
-from compare_nanogpt import WARMUP, Qkablate, measure
+from compare_nanogpt import WARMUP, Qkablate, measure, warm_up
 from hydra import compose, initialize_config_dir
 from torch import Tensor, nn
 from torch.nn import functional as F
@@ -135,13 +135,7 @@ def run(label: str, args: argparse.Namespace, folder: Path) -> None:
     hardware.configure_process(auto.config)
     peers = [TorchTransformer(shape, auto, compiled) for compiled in (False, True)]
     candidates: list[Any] = [*peers, *(Qkablate(plan) for plan in plans)]
-    for candidate in list(candidates):
-        try:
-            for step in range(WARMUP):
-                candidate.step(step)
-        except RuntimeError as error:  # e.g. without a C++ compiler
-            print(f"{label:<7}{candidate.name}: left out: {str(error).strip().splitlines()[0]}")
-            candidates.remove(candidate)
+    warm_up(label, candidates)
     tokens = 2 * shape.batch_size * shape.context
     speeds = measure(candidates, args.rounds, shape.steps, tokens)
     theirs = [speeds[one.name] for one in candidates if isinstance(one, TorchTransformer)]

@@ -59,12 +59,14 @@ def combine_panels(chart: Chart, subject: str, setting: str = "") -> Spec:
     panels[0] = _with_legend(panels[0], chart.variants, '"shape":' in json.dumps(panels[0]))
     title = {"text": [f"{chart.title} · {subject}"], "anchor": "start", "fontSize": 15}
     is_narrow = columns == 1 and isinstance(shown[0].spec.get("width"), dict)  # cells of a table
-    characters = 112 if columns == 2 else 60 if is_narrow else 84
+    characters = 112 if columns == 2 else 60 if is_narrow else 96
     lines = [*textwrap.wrap(setting, characters), *textwrap.wrap(caption, characters)]
     title |= {"subtitle": lines, "subtitleFontSize": 11}
     config = CONFIG | {"background": "var(--ground)", "font": "sans-serif"}
     # A viewer's font may be wider than the one that the layout is computed with.
     padding = {"left": 36, "top": 14, "right": 56, "bottom": 14}
+    if any(panel.has_own_width for panel in shown):  # perhaps narrower than the text above it
+        padding["right"] = 150
     spec = {"concat": panels, "columns": columns, "title": title, "config": config}
     spec |= {"padding": padding}
     # A sequential scale belongs to one panel; the scale of variants to all.

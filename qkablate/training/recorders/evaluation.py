@@ -40,7 +40,7 @@ def evaluate_split(
     at_once = min(tokens, int(EVAL_LOGITS / data.vocabulary / data.answer_fraction))
     size, limit = max(1, at_once // context), read_limit(config, split)
     if limit is not None:
-        read = data.test_tokens(limit) if split == "test" else limit
+        read = min(limit, data.tokens["test"]) if split == "test" else limit
         windows = math.ceil(read / context)
         # Little padding. Longer readings of validation keep the size, on which last bits depend.
         parts = math.ceil(windows / size) if split == "test" else 1
