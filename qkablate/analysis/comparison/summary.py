@@ -8,6 +8,7 @@ from qkablate.analysis import stats
 from qkablate.analysis.claims.verdict import Part
 from qkablate.analysis.comparison import lr_curves
 from qkablate.analysis.comparison.audit import AuditCheck, audit, find_limits
+from qkablate.analysis.comparison.compute_gain import ScalingSummary
 from qkablate.analysis.comparison.curves import CurveSummary, describe_curve
 from qkablate.analysis.comparison.decision import (
     BEFORE_ATTENTION,
@@ -146,6 +147,7 @@ class StudySummary:
     curves: list[CurveSummary]
     function_distance: list[FunctionDistance]
     series: list[SeriesSummary]
+    scaling: list[ScalingSummary]
     learning_rates: list[lr_curves.LrCurveSummary]
     rankings: list[Ranking]
     fronts: list[Front]
@@ -159,6 +161,7 @@ def describe_study(
     milliseconds: Mapping[str, float] | None = None,
     margin: float | None = None,
     families: list[Family] | None = None,
+    scaling: Sequence[ScalingSummary] = (),
 ) -> StudySummary:
     """Summarize a study; with a margin, also test which arms are not worse by it."""
     families = find_families(study) if families is None else families
@@ -190,6 +193,7 @@ def describe_study(
         curves=[curve for gap in gaps if (curve := describe_curve(gap)) is not None],
         function_distance=measure_distances(families),
         series=[describe_series(series) for series in find_series(families)],
+        scaling=[*scaling],
         learning_rates=lr_curves.describe_lr_curves(study, curves),
         rankings=find_rankings(families),
         fronts=find_fronts(study, milliseconds or {}),

@@ -11,6 +11,7 @@ from qkablate.analysis.comparison.ranking import Front, Ranking
 from qkablate.analysis.comparison.scaling import SeriesSummary
 from qkablate.analysis.comparison.summary import GapSummary, StudySummary
 from qkablate.analysis.stats import Estimate
+from qkablate.report.text.scaling import make_scaling_tables
 from qkablate.report.text.table import Table, format_interval, format_known
 from qkablate.table import format_count, format_duration, format_list, format_nats, format_short
 
@@ -33,6 +34,7 @@ def make_tables(summary: StudySummary) -> list[Table]:
             for along in ("tokens", "parameters")
             if (series := [series for series in summary.series if series.along == along])
         ),
+        *make_scaling_tables(summary.scaling),
         *([_front_table(summary.fronts)] if summary.fronts else []),
     ]
 
