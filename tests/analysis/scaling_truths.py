@@ -50,7 +50,7 @@ def log_gain(arm: ScalingLaw, baseline: ScalingLaw) -> float | None:
 
 def _losses(constants: Sequence[float]) -> np.ndarray:
     e, a, alpha, b, beta = constants
-    return e + a * PARAMS_P**-alpha + b * TOKENS_P**-beta
+    return np.asarray(e + a * PARAMS_P**-alpha + b * TOKENS_P**-beta)
 
 
 def cover(truth: str, seeds: int = 5, noise: float = 0.005, studies: int = STUDIES) -> Coverage:

@@ -33,8 +33,9 @@ class Observations:
 
     def where(self, keep_P: Array) -> "Observations":
         """Return the points for which the mask is true."""
-        arrays = self.params_P, self.tokens_P, self.losses_P, self.flops_P
-        return Observations(*(array[keep_P] for array in arrays), self.error)
+        params_P, tokens_P = self.params_P[keep_P], self.tokens_P[keep_P]
+        losses_P, flops_P = self.losses_P[keep_P], self.flops_P[keep_P]
+        return Observations(params_P, tokens_P, losses_P, flops_P, self.error)
 
 
 @dataclass(frozen=True)
@@ -88,7 +89,7 @@ class ScalingLaw:
     def loss_without_end(self, params: float) -> float:
         """Return the loss after infinitely many tokens."""
         n0, _ = self._centre
-        return self.irreducible + self.size_term * float(params / n0) ** -self.size_exponent
+        return float(self.irreducible + self.size_term * (params / n0) ** -self.size_exponent)
 
     @cached_property
     def _sizes(self) -> tuple[Array, Array]:
@@ -160,7 +161,7 @@ def fit_law(data: Observations, start: ScalingLaw | None = None) -> ScalingLaw:
 
     def residuals(x: Array) -> Array:
         of_size, of_tokens = terms(x)
-        return x[0] + x[1] * of_size + x[3] * of_tokens - losses
+        return np.asarray(x[0] + x[1] * of_size + x[3] * of_tokens - losses)
 
     def jacobian(x: Array) -> Array:
         of_size, of_tokens = terms(x)

@@ -67,7 +67,8 @@ def _law_table(laws: Sequence[LawSummary]) -> Table:
     ]
     held_out = " or ".join(dict.fromkeys(law.held_out for law in laws))
     notes = [
-        "L = E + A·N^−α + B·D^−β, N: parameters without embeddings, D: tokens; robust least squares",
+        "L = E + A·N^−α + B·D^−β, by robust least squares; N: parameters without embeddings, D:"
+        " tokens",
         f"held out: mean loss minus prediction, fitted without {held_out}; a residual far above"
         " the standard error means that the law does not hold here",
     ]

@@ -96,11 +96,11 @@ def test_summary_is_written_as_json_and_tables(grid):
 
 
 @pytest.mark.parametrize(
-    "words, reason",
+    ("words", "reason"),
     [
         (
             (*GRID, "model.d_model=16,32"),
-            "2 sizes × 4 lengths of training; a scaling law takes 3 ×",
+            "2 sizes × 4 lengths of training; a scaling law",
         ),
         (
             ("variant=standard,no_q", "seed=range(5)", "train.steps=12,24", SIZES),

@@ -76,7 +76,7 @@ def test_nothing_is_read_beyond_twice_the_range(exact):
 
 
 @pytest.mark.parametrize(
-    "losses, problem",
+    ("losses", "problem"),
     [
         (2 + B * TOKENS_P**-BETA, "its loss does not fall with parameters as a power"),
         (2 + A * PARAMS_P**-ALPHA, "its loss does not fall with tokens as a power"),
