@@ -12,6 +12,7 @@ from typing import Any
 
 import numpy as np
 
+from qkablate.analysis.comparison.asymptote import Asymptote, fit_asymptote
 from qkablate.analysis.comparison.gaps import Family, Gap
 from qkablate.analysis.comparison.scaling import find_grids
 from qkablate.analysis.comparison.scaling_law import REACH, Observations, ScalingLaw, fit_law
@@ -82,6 +83,7 @@ class GridFit:
     summary: ScalingSummary
     laws: list[ScalingLaw]
     gaps: list[Gap]
+    asymptote: Asymptote | None = None  # of the gap at the largest size
 
 
 def fit_grids(families: Sequence[Family]) -> list[GridFit]:
@@ -143,7 +145,7 @@ def _fit(name: str, gaps: Sequence[Gap]) -> GridFit:
         ends = sample.interval()
         return Gain(math.exp(sample.mean), ends and (math.exp(ends[0]), math.exp(ends[1])))
 
-    asymptote = jackknife(where.final_gap, laws, without_one)
+    asymptote = fit_asymptote([gap for gap in gaps if gap.arm.arm.params == largest.params])
     summary = ScalingSummary(
         **about,
         reason="",
@@ -151,9 +153,9 @@ def _fit(name: str, gaps: Sequence[Gap]) -> GridFit:
         compute=gain(where.compute, "largest size and length"),
         parameters=gain(where.parameters, "largest size"),
         training_tokens=gain(where.training_tokens, "greatest length"),
-        asymptote=None if asymptote is None else describe_sample(asymptote),
+        asymptote=None if asymptote is None else describe_sample(asymptote.sample),
     )
-    return GridFit(summary, laws, gaps)
+    return GridFit(summary, laws, gaps, asymptote)
 
 
 @dataclass(frozen=True)
@@ -182,10 +184,6 @@ class _Place:
         loss = float(arm.loss(self.params, self.tokens))
         needed = baseline.tokens_for(loss, self.baseline_params)
         return None if needed is None else math.log(needed / self.tokens)
-
-    def final_gap(self, arm: ScalingLaw, baseline: ScalingLaw) -> float:
-        """Return the gap after infinitely many tokens, in nats."""
-        return arm.loss_without_end(self.params) - baseline.loss_without_end(self.baseline_params)
 
 
 def jackknife(

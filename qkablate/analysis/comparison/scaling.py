@@ -183,10 +183,11 @@ class SeriesSummary:
     points: list[SeriesPoint]
     growth_per_doubling: Estimate | None
     equivalent: Equivalent | None  # None: not measured
+    asymptote: Estimate | None  # gap after infinitely many tokens: an extrapolation
 
 
-def describe_series(series: Series) -> SeriesSummary:
-    """Summarize one series."""
+def describe_series(series: Series, limit: Sample | None = None) -> SeriesSummary:
+    """Summarize one series; `limit` is its extrapolated gap."""
     factor, growth, equivalent = equivalent_log_factor(series), None, None
     if factor.n:
         ends = factor.interval()
@@ -198,4 +199,5 @@ def describe_series(series: Series) -> SeriesSummary:
         SeriesPoint(at=x, arm=gap.arm.name, **vars(describe_sample(gap.sample)))
         for x, gap in zip(series.x, series.gaps, strict=True)
     ]
-    return SeriesSummary(series.name, series.along, points, growth, equivalent)
+    asymptote = None if limit is None else describe_sample(limit)
+    return SeriesSummary(series.name, series.along, points, growth, equivalent, asymptote)

@@ -86,11 +86,6 @@ class ScalingLaw:
         of_tokens = self.token_term * (np.asarray(tokens) / d0) ** -self.token_exponent
         return self.irreducible + of_size + of_tokens
 
-    def loss_without_end(self, params: float) -> float:
-        """Return the loss after infinitely many tokens."""
-        n0, _ = self._centre
-        return float(self.irreducible + self.size_term * (params / n0) ** -self.size_exponent)
-
     @cached_property
     def _sizes(self) -> tuple[Array, Array]:
         """Sizes within reach, and their FLOPs per token."""

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from qkablate.analysis import stats
 from qkablate.analysis.claims.verdict import Part
 from qkablate.analysis.comparison import lr_curves
+from qkablate.analysis.comparison.asymptote import fit_asymptote
 from qkablate.analysis.comparison.audit import AuditCheck, audit, find_limits
 from qkablate.analysis.comparison.compute_gain import ScalingSummary
 from qkablate.analysis.comparison.curves import CurveSummary, describe_curve
@@ -35,7 +36,12 @@ from qkablate.analysis.comparison.gaps import (
     perplexity_percent,
 )
 from qkablate.analysis.comparison.ranking import Front, Ranking, find_fronts, find_rankings
-from qkablate.analysis.comparison.scaling import SeriesSummary, describe_series, find_series
+from qkablate.analysis.comparison.scaling import (
+    Series,
+    SeriesSummary,
+    describe_series,
+    find_series,
+)
 from qkablate.analysis.stats import Estimate, Interval
 from qkablate.analysis.study.document_error import DocumentError
 from qkablate.analysis.study.study import Study
@@ -192,7 +198,7 @@ def describe_study(
         text_references=study.text_references,
         curves=[curve for gap in gaps if (curve := describe_curve(gap)) is not None],
         function_distance=measure_distances(families),
-        series=[describe_series(series) for series in find_series(families)],
+        series=[describe_series(series, _find_limit(series)) for series in find_series(families)],
         scaling=[*scaling],
         learning_rates=lr_curves.describe_lr_curves(study, curves),
         rankings=find_rankings(families),
@@ -201,6 +207,12 @@ def describe_study(
         one_at_a_time=study.manifest is not None and study.manifest.combinations is not None,
         tuning=plan_tuning(study) if any(scopes) else None,
     )
+
+
+def _find_limit(series: Series) -> stats.Sample | None:
+    """Return the gap after infinitely many tokens, of trainings of several lengths."""
+    fit = fit_asymptote(series.gaps) if series.along == "tokens" else None
+    return fit and fit.sample
 
 
 def describe_gap(

@@ -31,8 +31,8 @@ def scaling_chart(section: Section) -> Chart | None:
         "First: mean test loss of every size and length (points) and the lowest loss that each law"
         " gives for a compute budget (lines); left and lower is better. Second: sizes and lengths"
         f" of equal loss, within {REACH:g} times those that were trained. Third: the gap at the"
-        " largest size by length of training, measured (points) and of the laws (line); dashed:"
-        " after infinitely many tokens, an extrapolation, with its 95 % interval."
+        " largest size by length of training, measured (points) and fitted (line); dashed: after"
+        " infinitely many tokens, an extrapolation, with its 95 % interval."
     )
     return Chart("scaling", "Scaling laws", caption, panels) if panels else None
 
@@ -95,9 +95,7 @@ def _iso_loss_panel(section: Section, fit: GridFit) -> ChartPanel:
 
 
 def _horizon_panel(section: Section, fit: GridFit) -> ChartPanel:
-    arm, baseline = fit.laws
     largest = fit.gaps[-1]
-    params, of_baseline = float(largest.arm.arm.params), float(largest.baseline.arm.params)
     variant = largest.arm.arm.variant
     gaps = [gap for gap in fit.gaps if gap.arm.arm.params == largest.arm.arm.params]
     rows = list[Spec]()
@@ -107,9 +105,11 @@ def _horizon_panel(section: Section, fit: GridFit) -> ChartPanel:
         row = _point(variant, tokens=gap.baseline.tokens, gap=gap.sample.mean)
         row |= {"low": low, "high": high, "estimate": format_gap(gap.sample.mean, interval)}
         rows.append(row)
-    tokens = np.geomspace(rows[0]["tokens"], REACH * rows[-1]["tokens"], _POINTS)
-    curve = arm.loss(params, tokens) - baseline.loss(of_baseline, tokens)
-    lines = [_point(variant, tokens=t, gap=g) for t, g in zip(tokens, curve, strict=True)]
+    lines = list[Spec]()
+    if fit.asymptote is not None:
+        tokens = np.geomspace(rows[0]["tokens"], REACH * rows[-1]["tokens"], _POINTS)
+        curve = fit.asymptote.gap(tokens)
+        lines = [_point(variant, tokens=t, gap=g) for t, g in zip(tokens, curve, strict=True)]
     x, y = base.log_axis("tokens", "tokens"), base.number_axis("gap", "gap, nats per token")
     encoding = {"x": x, "y": y} | base.by_variant(section, "color")
     tooltip = base.make_tooltip(estimate="gap, 95 % interval")

@@ -35,8 +35,8 @@ def make_scaling_tables(summaries: Sequence[ScalingSummary]) -> list[Table]:
     notes = [
         f"how many times as much {first.baseline} needs for the same loss: above 1 the arm saves;"
         f" read at {at}, with the best size at equal compute",
-        "an extrapolation: the gap after infinitely many tokens, in nats. Intervals: jackknife"
-        " over seeds of both arms' laws; that a law may be the wrong one is not in them",
+        "gap at ∞ tokens: an extrapolation, with one exponent for both arms. Intervals: jackknife"
+        " over seeds; that a law may be the wrong one is not in them",
         *dict.fromkeys(unknown),
     ]
     laws = {law.arm: law for summary in summaries for law in summary.laws}

@@ -237,14 +237,17 @@ def _series_table(along: str, series_of_arms: list[SeriesSummary]) -> Table:
         times = ["not measured", ""]
         if (worth := series.equivalent) is not None:
             times = [f"× {worth.times:.3f}", format_interval(worth.interval, ".3f")]
-        rows.append([series.arm, points, *_estimate_cells(series.growth_per_doubling), *times])
+        cells = [series.arm, points, *_estimate_cells(series.growth_per_doubling), *times]
+        rows.append([*cells, *_estimate_cells(series.asymptote)])
     head = ["arm", f"gap at {along}", "per doubling", "95 % interval", f"worth, in {along}"]
+    head += ["interval", "at ∞", "95 % interval"]
     notes = [
         f"worth: how many times its {along} the baseline needs for the same loss; measured from"
-        " three points on"
+        " three points on",
+        "at ∞: the gap after infinitely many tokens, an extrapolation by L∞ + B·D^−β with one β",
     ]
     title = f"gap by {along}, each run with a whole schedule"
-    return Table(title, [*head, "interval"], rows, notes)
+    return Table(title, head, rows, notes)
 
 
 def _front_table(fronts: list[Front]) -> Table:
