@@ -11,7 +11,7 @@ from typing import Any
 from qkablate.analysis.claims.measures import MEASURES, Measure
 from qkablate.analysis.comparison.audit import is_annealed
 from qkablate.analysis.comparison.ranking import AXES
-from qkablate.analysis.comparison.scaling import MIN_POINTS
+from qkablate.analysis.scaling.series import MIN_POINTS
 from qkablate.config import Role, flatten
 from qkablate.config.sweep import as_word, control_name
 from qkablate.config.variant import is_standard_attention

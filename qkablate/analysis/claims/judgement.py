@@ -15,7 +15,6 @@ from qkablate.analysis.claims.verdict import (
     merge_verdicts,
     spend_alpha,
 )
-from qkablate.analysis.comparison.asymptote import fit_asymptote
 from qkablate.analysis.comparison.audit import (
     BROKEN,
     LIMITS,
@@ -30,8 +29,9 @@ from qkablate.analysis.comparison.curves import slope_weights
 from qkablate.analysis.comparison.decision import Verdict
 from qkablate.analysis.comparison.gaps import Gap, is_sensitive, measure_gap
 from qkablate.analysis.comparison.lr_curves import LrCurve, find_lr_curves
-from qkablate.analysis.comparison.scaling import fit_growth
 from qkablate.analysis.left_behind import measure_risks
+from qkablate.analysis.scaling.asymptote import fit_asymptote
+from qkablate.analysis.scaling.series import fit_growth
 from qkablate.analysis.stats import ALPHA, Interval, Sample
 from qkablate.analysis.study.study import Entry, Study, read_study
 from qkablate.errors import UserError

@@ -7,9 +7,7 @@ from dataclasses import dataclass
 from qkablate.analysis import stats
 from qkablate.analysis.claims.verdict import Part
 from qkablate.analysis.comparison import lr_curves
-from qkablate.analysis.comparison.asymptote import fit_asymptote
 from qkablate.analysis.comparison.audit import AuditCheck, audit, find_limits
-from qkablate.analysis.comparison.compute_gain import ScalingSummary
 from qkablate.analysis.comparison.curves import CurveSummary, describe_curve
 from qkablate.analysis.comparison.decision import (
     BEFORE_ATTENTION,
@@ -36,7 +34,9 @@ from qkablate.analysis.comparison.gaps import (
     perplexity_percent,
 )
 from qkablate.analysis.comparison.ranking import Front, Ranking, find_fronts, find_rankings
-from qkablate.analysis.comparison.scaling import (
+from qkablate.analysis.scaling.asymptote import fit_asymptote
+from qkablate.analysis.scaling.compute_gain import ScalingSummary
+from qkablate.analysis.scaling.series import (
     Series,
     SeriesSummary,
     describe_series,
@@ -212,7 +212,7 @@ def describe_study(
 def _find_limit(series: Series) -> stats.Sample | None:
     """Return the gap after infinitely many tokens, of trainings of several lengths."""
     fit = fit_asymptote(series.gaps) if series.along == "tokens" else None
-    return fit and fit.sample
+    return None if fit is None else fit.sample
 
 
 def describe_gap(

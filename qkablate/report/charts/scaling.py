@@ -4,8 +4,8 @@ from collections.abc import Iterable
 
 import numpy as np
 
-from qkablate.analysis.comparison.compute_gain import GridFit
-from qkablate.analysis.comparison.scaling_law import REACH, ScalingLaw
+from qkablate.analysis.scaling.compute_gain import GridFit
+from qkablate.analysis.scaling.law import REACH, ScalingLaw
 from qkablate.report.charts import base
 from qkablate.report.charts.base import Chart, ChartPanel, Spec, round_digits
 from qkablate.report.section import Section

@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 
-from qkablate.analysis.comparison.compute_gain import Gain, LawSummary, ScalingSummary
+from qkablate.analysis.scaling.compute_gain import Gain, LawSummary, ScalingSummary
 from qkablate.report.text.numbers import format_gap
 from qkablate.report.text.table import Table, format_interval
 from qkablate.table import format_short

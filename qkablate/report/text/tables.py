@@ -8,8 +8,8 @@ from qkablate.analysis.comparison.function_distance import FunctionDistance
 from qkablate.analysis.comparison.gaps import NoiseFloor
 from qkablate.analysis.comparison.lr_curves import LrCurveSummary
 from qkablate.analysis.comparison.ranking import Front, Ranking
-from qkablate.analysis.comparison.scaling import SeriesSummary
 from qkablate.analysis.comparison.summary import GapSummary, StudySummary
+from qkablate.analysis.scaling.series import SeriesSummary
 from qkablate.analysis.stats import Estimate
 from qkablate.report.text.scaling import make_scaling_tables
 from qkablate.report.text.table import Table, format_interval, format_known

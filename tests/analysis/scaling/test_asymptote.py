@@ -3,8 +3,8 @@
 import numpy as np
 import pytest
 
-from qkablate.analysis.comparison.asymptote import fit_asymptote, fit_curves
 from qkablate.analysis.comparison.gaps import find_families
+from qkablate.analysis.scaling.asymptote import fit_asymptote, fit_curves
 
 TOKENS_T = np.array([1e6, 2e6, 4e6])
 SEEDS = 8

@@ -1,4 +1,4 @@
-"""What an arm is worth: the compute, parameters and tokens that its baseline needs for its loss.
+"""Compute, parameters and tokens that a baseline needs for the loss of an arm.
 
 Both arms have a scaling law of their own, fitted to mean losses over seeds. Uncertainty is from the
 jackknife: the laws are fitted again without each seed, in all runs of both arms at once, and the
@@ -12,10 +12,10 @@ from typing import Any
 
 import numpy as np
 
-from qkablate.analysis.comparison.asymptote import Asymptote, fit_asymptote
 from qkablate.analysis.comparison.gaps import Family, Gap
-from qkablate.analysis.comparison.scaling import find_grids
-from qkablate.analysis.comparison.scaling_law import REACH, Observations, ScalingLaw, fit_law
+from qkablate.analysis.scaling.asymptote import Asymptote, fit_asymptote
+from qkablate.analysis.scaling.law import REACH, Observations, ScalingLaw, fit_law
+from qkablate.analysis.scaling.series import find_grids
 from qkablate.analysis.stats import MIN_PAIRS, Estimate, Interval, Sample, describe_sample
 from qkablate.analysis.study.study import Entry, Seeds
 
@@ -25,9 +25,9 @@ _MIN_HELD_OUT_SIZES = 4  # from which a law is fitted without the largest
 
 @dataclass(frozen=True)
 class Gain:
-    """How many times as much as the arm its baseline needs for the arm's loss, or why unknown."""
+    """Ratio of what a baseline needs for the loss of an arm to what the arm needs."""
 
-    times: float | None
+    times: float | None  # None: unknown, with the reason
     interval: Interval | None = None
     reason: str = ""
 

@@ -67,7 +67,7 @@ class ScalingLaw:
 
     @property
     def problem(self) -> str:
-        """Why the law says nothing, or ''."""
+        """The reason why nothing is read off the law, or ''."""
         low, high = _EXPONENTS
         for term, exponent, along in (
             (self.size_term, self.size_exponent, "parameters"),

@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from qkablate.analysis.comparison.scaling_law import Observations, fit_law
+from qkablate.analysis.scaling.law import Observations, fit_law
 
 SIZES, LENGTHS = np.array([1e5, 4e5, 1.6e6]), np.array([1e6, 2e6, 4e6, 8e6])
 PARAMS_P, TOKENS_P = (x.ravel() for x in np.meshgrid(SIZES, LENGTHS, indexing="ij"))

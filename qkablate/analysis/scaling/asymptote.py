@@ -11,7 +11,7 @@ import numpy as np
 from scipy import optimize
 
 from qkablate.analysis.comparison.gaps import Gap
-from qkablate.analysis.comparison.scaling import MIN_POINTS, common_seeds
+from qkablate.analysis.scaling.series import MIN_POINTS, common_seeds
 from qkablate.analysis.stats import MIN_PAIRS, Sample
 
 LEAST_EXPONENT, MOST_EXPONENT = 0.1, 3.0  # below, a curve has not begun to level off

@@ -5,9 +5,9 @@ import math
 import numpy as np
 import pytest
 
-from qkablate.analysis.comparison.compute_gain import fit_grids, jackknife
 from qkablate.analysis.comparison.gaps import find_families
-from tests.analysis.scaling_truths import TRUTHS, cover
+from qkablate.analysis.scaling.compute_gain import fit_grids, jackknife
+from tests.analysis.scaling.truths import TRUTHS, cover
 from tests.analysis.worlds import describe_checked
 
 GRID = ("variant=standard,no_q", "seed=range(5)", "train.steps=12,24,48,96")
@@ -136,7 +136,7 @@ def test_one_size_or_length_makes_no_grid(cached_world):
 
 
 def test_jackknife_of_a_linear_measure_is_the_sample_itself():
-    """Of a mean, the pseudo-values are the numbers."""
+    """The pseudo-values of a mean are the numbers."""
     values = np.array([1.0, 4.0, 2.0, 9.0])
 
     class Mean:

@@ -1,6 +1,6 @@
-"""Simulated scaling sweeps with a known law: how often the interval of the gain holds the truth.
+"""Simulated scaling sweeps with a known law: coverage of the interval of the compute gain.
 
-python -m tests.analysis.scaling_truths prints the table for several truths, noises and seeds.
+python -m tests.analysis.scaling.truths prints the table for several truths, noises and seeds.
 """
 
 import math
@@ -9,8 +9,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from qkablate.analysis.comparison.compute_gain import jackknife
-from qkablate.analysis.comparison.scaling_law import Observations, ScalingLaw, fit_law
+from qkablate.analysis.scaling.compute_gain import jackknife
+from qkablate.analysis.scaling.law import Observations, ScalingLaw, fit_law
 
 STUDIES = 300
 _SIZES, _LENGTHS = np.array([1e5, 4e5, 1.6e6]), np.array([1e6, 2e6, 4e6, 8e6])
@@ -29,7 +29,7 @@ TRUTHS = {
 
 @dataclass(frozen=True)
 class Coverage:
-    """How many intervals hold the true gain, of those that are given."""
+    """Number of intervals that are given, and that hold the true gain."""
 
     given: int
     hits: int
