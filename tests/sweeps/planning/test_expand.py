@@ -424,7 +424,7 @@ def test_variant_file_stands_among_the_names_of_variants(expand, circuit):
     assert len(mixed.arms) == 1 + len(alone.arms) == 3
     assert alone.arms.keys() < mixed.arms.keys()
     assert {*ids(alone)} < {*ids(mixed)}
-    with pytest.raises(UserError, match="is a file, and so is variant.file; give one of the two"):
+    with pytest.raises(UserError, match=r"is a file, and so is variant\.file; give one"):
         expand(f"variant=no_q,{file}", f"variant.file={file}")
 
 
