@@ -3,6 +3,7 @@
 <cache>/<source>-<tokenizer>-<key>/
     train.bin val.bin test.bin   token ids
     val.ends.bin test.ends.bin   end of each document in its split, in tokens
+    val.files.bin test.files.bin number of the file of each, where files have several
     tokenizer.json               description of the tokenizer
     manifest.json                sources, counts, split rule, checksums, fingerprint
 """
@@ -20,7 +21,7 @@ from typing import Any, Literal
 import numpy as np
 
 from qkablate.config import DataConfig
-from qkablate.config.data import HELD_OUT_SPLITS, PREPARED_SOURCES, SPLITS
+from qkablate.config.data import HELD_OUT_SPLITS, PAIRS_OF_FILES, PREPARED_SOURCES, SPLITS
 from qkablate.data import hub, sources
 from qkablate.data.batches import Batch, RandomWindows, sequential_batches, spread_windows
 from qkablate.data.eval_metrics import EvalMetrics
@@ -53,6 +54,7 @@ class CorpusManifest:
     bytes: dict[str, int]
     sha256: dict[str, str]
     ends_sha256: dict[str, str]  # of the held-out splits
+    files_sha256: dict[str, str] | None = None  # of the held-out splits; None: not known
     checksum: str = ""
 
     @property
@@ -62,8 +64,8 @@ class CorpusManifest:
         return str(next(self.sources[key] for key in keys if self.sources.get(key)))
 
     def compute_checksum(self) -> str:
-        """Return the hash of all other fields."""
-        content = asdict(self)
+        """Return the hash of all other fields with a value."""
+        content = {key: value for key, value in asdict(self).items() if value is not None}
         del content["checksum"]
         return hash_json(content)
 
@@ -137,16 +139,20 @@ class Corpus:
         Of very many documents, neighbors are counted as one.
         """
         ends = self.document_ends(split)
-        count = len(ends)
-        if count < 2:
+        if len(ends) < 2:
             return None
-        groups = np.arange(count) * min(count, MAX_DOCUMENT_GROUPS) // count
-        return np.repeat(groups, np.diff(ends, prepend=0))
+        return np.repeat(group_neighbors(len(ends)), np.diff(ends, prepend=0))
 
     def document_ends(self, split: str) -> np.ndarray:
         """Return where each document of a held-out split ends, in tokens."""
-        ends = np.fromfile(self.folder / f"{split}.ends.bin", dtype=np.uint64)
-        return ends.astype(np.int64)
+        return self._read_array(f"{split}.ends.bin")
+
+    def document_files(self, split: str) -> np.ndarray | None:
+        """Return the number of the file of each document of a held-out split, if it is known."""
+        return self._read_array(f"{split}.files.bin") if self.manifest.files_sha256 else None
+
+    def _read_array(self, name: str) -> np.ndarray:
+        return np.fromfile(self.folder / name, dtype=np.uint64).astype(np.int64)
 
     def sample(self, split: str, *, count: int, context: int) -> Batch:
         return spread_windows(self.split(split), count=count, context=context)
@@ -159,6 +165,11 @@ class Corpus:
     def bits_per_byte(self, split: str, loss: float) -> float:
         """Convert a loss in nats per token, to compare tokenizers."""
         return loss / float(np.log(2)) * self.tokens[split] / self.manifest.bytes[split]
+
+
+def group_neighbors(count: int) -> np.ndarray:
+    """Return the group of each of some documents: of very many, neighbors are counted as one."""
+    return np.arange(count) * min(count, MAX_DOCUMENT_GROUPS) // count
 
 
 def open_corpus(config: DataConfig) -> Corpus:
@@ -221,6 +232,8 @@ def prepared_folder(config: DataConfig) -> Path:
         rules.append(config.max_length)
     if config.tokenizer == "words":
         rules.append("distinct")  # sentences that are equal as tokens are left out
+    if config.source in PAIRS_OF_FILES:
+        rules.append("files")  # that the pairs are from
     key = hash_json([rules, content])[:12]
     return cache_dir(config) / f"{config.source}-{config.tokenizer}-{key}"
 
@@ -254,6 +267,11 @@ def load_corpus(folder: Path) -> Corpus:
             ends = corpus.document_ends(split)
             if (np.diff(ends, prepend=0) < 0).any() or ends[-1:].tolist() != [corpus.tokens[split]]:
                 raise ValueError(f"the documents of {split}.ends.bin do not end with its tokens")
+        for split, expected in (manifest.files_sha256 or {}).items():
+            path = folder / f"{split}.files.bin"
+            _verify_sha256(path, expected)
+            if path.stat().st_size != (folder / f"{split}.ends.bin").stat().st_size:
+                raise ValueError(f"{path.name} does not have a number for each document")
     except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
         raise UserError(
             f"data.cache: '{folder}' is damaged ({error}); remove that folder"

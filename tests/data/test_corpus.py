@@ -20,6 +20,7 @@ from qkablate.config import DataConfig, ModelConfig
 from qkablate.data import IGNORE, corpus, document_store, open_data, prepare, sources, tokenizers
 from qkablate.data.corpus import open_corpus
 from qkablate.errors import UserError
+from qkablate.strict_json import hash_json
 
 SPLITS = ("train", "val", "test")
 
@@ -365,6 +366,19 @@ def test_manifest_describes_the_corpus(folder, cache):
     }
 
 
+def test_text_prepared_before_files_were_recorded_is_read(folder, cache):
+    config = DataConfig(source="text", path=str(folder), cache=cache)
+    prepared = open_corpus(config)
+    path = prepared.folder / "manifest.json"
+    manifest = json.loads(path.read_text())
+    del manifest["files_sha256"]
+    own = hash_json({key: value for key, value in manifest.items() if key != "checksum"})
+    assert manifest["checksum"] == own
+    path.write_text(json.dumps(manifest))
+    assert open_corpus(config).manifest == prepared.manifest
+    assert prepared.document_files("test") is None
+
+
 @pytest.mark.slow
 def test_tokens_do_not_depend_on_threads_or_hash_seed(folder, cache, monkeypatch, tmp_path):
     """Processes differ in string hashes and numbers of threads."""
@@ -372,8 +386,8 @@ def test_tokens_do_not_depend_on_threads_or_hash_seed(folder, cache, monkeypatch
     found = set()
     for number, threads in enumerate((1, 2, 7)):
         code = (
-            "import sys; from qkablate.data import prepare; from qkablate.cli import main;"
-            f"prepare._THREADS = {threads}; main(sys.argv[1:])"
+            "import sys; from qkablate.data import writer; from qkablate.cli import main;"
+            f"writer.THREADS = {threads}; main(sys.argv[1:])"
         )
         own = [*words, f"data.cache={tmp_path / str(number)}"]
         run = [sys.executable, "-c", code, "data"]

@@ -130,7 +130,7 @@ def _gap_notes(gaps: list[GapSummary], floor: NoiseFloor) -> list[str]:
     if any(gap.document_error for gap in gaps):
         notes.append(
             "the interval takes the test text as given; SE over documents: what another choice of"
-            " its documents adds to the uncertainty"
+            " its documents (of pairs and tags: files, or pairs) adds to the uncertainty"
         )
     return notes + _audit_notes(gaps)
 
