@@ -27,6 +27,7 @@ from qkablate.data.batches import Batch, RandomWindows, sequential_batches, spre
 from qkablate.data.eval_metrics import EvalMetrics
 from qkablate.data.prepare import open_source, prepare
 from qkablate.data.progress import Progress
+from qkablate.data.tokenizers import load_tokenizer
 from qkablate.disk import hash_file, hold_lock, make_folder, read_file, sync_folder, write_synced
 from qkablate.errors import ImpossibleConfig, UserError
 from qkablate.strict_json import from_json, hash_json, parse_json
@@ -160,11 +161,25 @@ class Corpus:
     def metrics(self, split: str, totals: EvalMetrics) -> dict[str, float]:
         """Return the metrics of an evaluated split."""
         loss = totals.all.mean
-        return {"loss": loss, "bits_per_byte": self.bits_per_byte(split, loss)}
+        # All tokens but the first are predicted. Parts of other splits are spread over them.
+        read = totals.all.count + 1 if split == "test" else None
+        bits = self.bits_per_byte(split, loss, read)
+        return {"loss": loss} if bits is None else {"loss": loss, "bits_per_byte": bits}
 
-    def bits_per_byte(self, split: str, loss: float) -> float:
-        """Convert a loss in nats per token, to compare tokenizers."""
-        return loss / float(np.log(2)) * self.tokens[split] / self.manifest.bytes[split]
+    def bits_per_byte(self, split: str, loss: float, read: int | None = None) -> float | None:
+        """Convert a loss in nats per token of a split, or of its first `read` tokens.
+
+        So tokenizers can be compared. None where the bytes of these tokens are not known, as
+        OpenAI's files are not here.
+        """
+        tokens, size = self.tokens[split], self.manifest.bytes[split]
+        if read is not None and read < tokens:
+            try:
+                token_bytes = load_tokenizer(self.tokenizer).token_bytes
+            except (UserError, ValueError):
+                return None
+            tokens, size = read, int(token_bytes[self.split(split)[:read]].sum())
+        return loss / float(np.log(2)) * tokens / size
 
 
 def group_neighbors(count: int) -> np.ndarray:

@@ -17,7 +17,16 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from qkablate.config import DataConfig, ModelConfig
-from qkablate.data import IGNORE, corpus, document_store, open_data, prepare, sources, tokenizers
+from qkablate.data import (
+    IGNORE,
+    EvalMetrics,
+    corpus,
+    document_store,
+    open_data,
+    prepare,
+    sources,
+    tokenizers,
+)
 from qkablate.data.corpus import open_corpus
 from qkablate.errors import UserError
 from qkablate.strict_json import hash_json
@@ -337,6 +346,28 @@ def test_bits_per_byte_are_comparable_across_tokenizers(tmp_path, cache):
     assert bpe.manifest.bytes == plain.manifest.bytes == chars.manifest.bytes
     assert bpe.tokens["train"] < chars.tokens["train"] < plain.tokens["train"]
     assert bpe.manifest.dtype == "uint16"
+
+
+def test_bits_per_byte_of_a_part_are_of_the_bytes_that_were_read(tmp_path, cache):
+    path = tmp_path / "a.txt"
+    path.write_text("a" * 2000 + "∑" * 60 + "b" * 40, encoding="utf-8")  # 60 × 3 + 40 bytes
+    config = DataConfig(source="text", path=str(path), cache=cache, tokenizer="chars")
+    chars = open_corpus(config)
+
+    def measure(limit):
+        totals = EvalMetrics()
+        for batch in chars.split_batches("test", batch_size=2, context=8, limit=limit):
+            count = int((batch.targets_NA != IGNORE).sum())
+            totals.add_loss(float(np.log(2)) * count, count)
+        return chars.metrics("test", totals)["bits_per_byte"]
+
+    text_ = text(chars, "test").decode()
+    assert len({*text_}) == 2
+    for limit in (10, 50, len(text_) - 1, len(text_), 10**6):
+        part = text_[:limit]
+        assert measure(limit) == pytest.approx(len(part) / len(part.encode()))
+    assert measure(None) == chars.bits_per_byte("test", float(np.log(2)))
+    assert measure(10) == pytest.approx(1 / 3)
 
 
 def test_changed_text_is_prepared_again(tmp_path, cache):
