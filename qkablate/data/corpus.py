@@ -14,9 +14,9 @@ import os
 import shutil
 from collections.abc import Callable, Iterator
 from contextlib import suppress
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, replace
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import numpy as np
 
@@ -25,50 +25,16 @@ from qkablate.config.data import HELD_OUT_SPLITS, PAIRS_OF_FILES, PREPARED_SOURC
 from qkablate.data import hub, sources
 from qkablate.data.batches import Batch, RandomWindows, sequential_batches, spread_windows
 from qkablate.data.eval_metrics import EvalMetrics
-from qkablate.data.prepare import open_source, prepare
+from qkablate.data.prepare import CorpusManifest, open_source, prepare, read_manifest
 from qkablate.data.progress import Progress
 from qkablate.data.tokenizers import load_tokenizer
 from qkablate.disk import hash_file, hold_lock, make_folder, read_file, sync_folder, write_synced
 from qkablate.errors import ImpossibleConfig, UserError
-from qkablate.strict_json import from_json, hash_json, parse_json
+from qkablate.strict_json import hash_json, parse_json
 
 FORMAT = 1  # raised when the same text would be prepared into other tokens
 _LAYOUT = 4  # raised when the prepared folder has other files
 MAX_DOCUMENT_GROUPS = 1000
-
-
-@dataclass(frozen=True)
-class CorpusManifest:
-    """Content of manifest.json."""
-
-    fingerprint: str  # of the tokens and the tokenizer, whatever the path of the text
-    format: int
-    tokenizer: str
-    tokenizer_sha256: str
-    sources: dict[str, Any]
-    split: str  # the rule, in words
-    duplicates: int
-    vocabulary: int
-    dtype: Literal["uint8", "uint16", "uint32"]
-    documents: dict[str, int]
-    tokens: dict[str, int]
-    bytes: dict[str, int]
-    sha256: dict[str, str]
-    ends_sha256: dict[str, str]  # of the held-out splits
-    files_sha256: dict[str, str] | None = None  # of the held-out splits; None: not known
-    checksum: str = ""
-
-    @property
-    def source_name(self) -> str:
-        """Name of the text, for people."""
-        keys = ("path", "files", "name", "source")
-        return str(next(self.sources[key] for key in keys if self.sources.get(key)))
-
-    def compute_checksum(self) -> str:
-        """Return the hash of all other fields with a value."""
-        content = {key: value for key, value in asdict(self).items() if value is not None}
-        del content["checksum"]
-        return hash_json(content)
 
 
 class Corpus:
@@ -151,6 +117,11 @@ class Corpus:
     def document_files(self, split: str) -> np.ndarray | None:
         """Return the number of the file of each document of a held-out split, if it is known."""
         return self._read_array(f"{split}.files.bin") if self.manifest.files_sha256 else None
+
+    def count_files(self) -> dict[str, int]:
+        """Return the number of files of the held-out splits whose files are known."""
+        files = {split: self.document_files(split) for split in HELD_OUT_SPLITS}
+        return {split: len(np.unique(n)) for split, n in files.items() if n is not None}
 
     def _read_array(self, name: str) -> np.ndarray:
         return np.fromfile(self.folder / name, dtype=np.uint64).astype(np.int64)
@@ -251,14 +222,6 @@ def prepared_folder(config: DataConfig) -> Path:
         rules.append("files")  # that the pairs are from
     key = hash_json([rules, content])[:12]
     return cache_dir(config) / f"{config.source}-{config.tokenizer}-{key}"
-
-
-def read_manifest(folder: Path) -> CorpusManifest:
-    """Read manifest.json; ValueError if it is not what `prepare` writes."""
-    manifest = from_json(CorpusManifest, parse_json(read_file(folder / "manifest.json")))
-    if manifest.checksum != manifest.compute_checksum():
-        raise ValueError("the checksum of manifest.json is wrong")
-    return manifest
 
 
 def load_corpus(folder: Path) -> Corpus:

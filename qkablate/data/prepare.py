@@ -7,8 +7,9 @@ documents are split by position, as a single one is.
 import itertools
 import os
 from collections.abc import Iterable, Iterator
+from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 
@@ -28,13 +29,57 @@ from qkablate.data.progress import Progress
 from qkablate.data.sources import Source, describe_source
 from qkablate.data.tokenizers import Tokenizer
 from qkablate.data.writer import DOCUMENT_END, SplitWriter
+from qkablate.disk import read_file
 from qkablate.errors import UserError
+from qkablate.strict_json import from_json, hash_json, parse_json
 
 MIN_HASHED_DOCUMENTS = 300  # fewer are not sure to fill splits of 3 %
 MIN_HELD_OUT_DOCUMENTS = 100  # of a full split, where there are as many
 _MIN_EXCERPT_BYTES = 1024
 _MIN_SUBWORD_BYTES = 3  # lower bound of the mean bytes of a subword token in natural text
 BPE_SAMPLE_BYTES = 2**25  # of the training split
+
+
+@dataclass(frozen=True)
+class CorpusManifest:
+    """Content of manifest.json."""
+
+    fingerprint: str  # of the tokens and the tokenizer, whatever the path of the text
+    format: int
+    tokenizer: str
+    tokenizer_sha256: str
+    sources: dict[str, Any]
+    split: str  # the rule, in words
+    duplicates: int
+    vocabulary: int
+    dtype: Literal["uint8", "uint16", "uint32"]
+    documents: dict[str, int]
+    tokens: dict[str, int]
+    bytes: dict[str, int]
+    sha256: dict[str, str]
+    ends_sha256: dict[str, str]  # of the held-out splits
+    files_sha256: dict[str, str] | None = None  # of the held-out splits; None: not known
+    checksum: str = ""
+
+    @property
+    def source_name(self) -> str:
+        """Name of the text, for people."""
+        keys = ("path", "files", "name", "source")
+        return str(next(self.sources[key] for key in keys if self.sources.get(key)))
+
+    def compute_checksum(self) -> str:
+        """Return the hash of all other fields with a value."""
+        content = {key: value for key, value in asdict(self).items() if value is not None}
+        del content["checksum"]
+        return hash_json(content)
+
+
+def read_manifest(folder: Path) -> CorpusManifest:
+    """Read manifest.json; ValueError if it is not what `prepare` writes."""
+    manifest = from_json(CorpusManifest, parse_json(read_file(folder / "manifest.json")))
+    if manifest.checksum != manifest.compute_checksum():
+        raise ValueError("the checksum of manifest.json is wrong")
+    return manifest
 
 
 def prepare(config: DataConfig, folder: Path, progress: Progress) -> dict[str, Any]:

@@ -370,6 +370,20 @@ def test_bits_per_byte_of_a_part_are_of_the_bytes_that_were_read(tmp_path, cache
     assert measure(10) == pytest.approx(1 / 3)
 
 
+def test_bits_per_byte_of_a_part_need_the_files_of_the_tokenizer(folder, cache, monkeypatch):
+    prepared = open_corpus(DataConfig(source="text", path=str(folder), cache=cache))
+
+    def load(_):
+        raise UserError("the files of 'gpt2' are not cached")
+
+    monkeypatch.setattr(corpus, "load_tokenizer", load)
+    count = prepared.tokens["test"] - 1
+    for answers, known in ((count, {"loss", "bits_per_byte"}), (count - 1, {"loss"})):
+        totals = EvalMetrics()
+        totals.add_loss(1.0, answers)
+        assert {*prepared.metrics("test", totals)} == known
+
+
 def test_changed_text_is_prepared_again(tmp_path, cache):
     path = tmp_path / "a.txt"
     config = DataConfig(source="text", path=str(path), cache=cache)
