@@ -307,6 +307,7 @@ _TRANSLATOR = ["model=nano_translator", "data=reverse"]
         (["train.steps=100", "train.test_tokens=all"], 100, 3072, 65_536),
         (["train.steps=100", "train.test_tokens=3000"], 100, 3072, 3000),
         (["train.eval_tokens=2048"], 250, 2048, 65_536),
+        (["train.eval_tokens=70000", "train.test_tokens=70000"], 250, 65_536, 65_536),
         ([*_TRANSLATOR, "train.steps=100"], 100, 512, 1024),
         ([*_TRANSLATOR, "train.steps=2000"], 250, 4096, 65_536),
     ],

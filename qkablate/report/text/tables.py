@@ -131,8 +131,8 @@ def _gap_notes(gaps: list[GapSummary], floor: NoiseFloor) -> list[str]:
         notes.append(f"correlation of the pairs: {min(known):+z.2f}{to}")
     if any(gap.document_error for gap in gaps):
         notes.append(
-            "the interval takes the test text as given; SE over documents: what another choice of"
-            " its documents adds to the uncertainty"
+            "the interval takes the test split as given; SE over documents: what another choice of"
+            " its documents (of pairs and tags: files, or pairs) adds to the uncertainty"
         )
     return notes + _audit_notes(gaps)
 
