@@ -28,7 +28,8 @@ def test_answers_are_the_most_likely_tokens_of_the_targets(form, has_positions):
         targets_NA, positions_NA = targets_NA[:, :3], torch.tensor([[0, 2, 5]] * 3)
     targets_NA[:, 1] = IGNORE
     batch = Batch((*inputs,), targets_NA, positions_NA)
-    losses_NA, hits_NA = model.loss_and_hits(*batch.inputs, targets_NA, positions_NA)
+    with torch.no_grad():
+        losses_NA, hits_NA = model.loss_and_hits(*batch.inputs, targets_NA, positions_NA)
     counts_NA = targets_NA != IGNORE
     for row in range(3):
         answers, loss = answer_window(model, batch, row)
