@@ -4,6 +4,7 @@ import itertools
 from argparse import Namespace
 from typing import TYPE_CHECKING
 
+from qkablate.config.data import has_masks
 from qkablate.errors import UserError
 from qkablate.table import format_count, format_list
 
@@ -29,7 +30,7 @@ def answer_text(args: Namespace, restored: "RestoredRun") -> tuple[str, str]:
         )
     if data.source == "stdlib_tags":
         return _tag_text(args.text, restored)
-    if data.objective == "mlm":
+    if has_masks(data):
         return _fill_masks(args.text, restored)
     return _solve(args.text, restored)
 
@@ -39,13 +40,15 @@ def answer_split(args: Namespace, restored: "RestoredRun") -> tuple[str, str]:
     import torch
 
     from qkablate.data import EvalMetrics
+    from qkablate.training.recorders.evaluation import EVAL_TOKENS
 
     if args.beam:
         raise UserError("--beam: only a translation has one, and this run has model.form=encoder")
     model, context, split = restored.model, restored.config.model.context, args.split
     data, totals, windows = find_data(args, restored), EvalMetrics(), 0
+    size = max(1, EVAL_TOKENS["cpu"] // context)
     with torch.inference_mode():
-        for batch in data.split_batches(split, batch_size=max(1, 4096 // context), context=context):
+        for batch in data.split_batches(split, batch_size=size, context=context):
             answers = batch.targets_NA, batch.positions_NA
             losses_NA, hits_NA = model.loss_and_hits(*batch.inputs, *answers)
             totals.add_answers(batch, losses_NA.numpy(), hits_NA.numpy())
@@ -179,7 +182,7 @@ def _texts(restored: "RestoredRun") -> "WindowTexts":
     config, sentences = restored.config, restored.sentences()
     if config.data.source == "stdlib_tags":
         return WindowTexts(sentences, tags=name_tags(restored.tokenizer()))
-    mask = restored.model.vocabulary - 1 if config.data.objective == "mlm" else None
+    mask = restored.model.vocabulary - 1 if has_masks(config.data) else None
     return WindowTexts(sentences, mask=mask)
 
 

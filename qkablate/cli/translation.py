@@ -67,10 +67,10 @@ def _translator(restored: "RestoredRun") -> "EncoderDecoder":
     if isinstance(restored.model, EncoderDecoder):
         return restored.model
     form = restored.config.model.form
-    instead = "; give prompt=TEXT" if form == "decoder" else ""
+    key = "prompt" if form == "decoder" else "text"
     raise UserError(
         f"source: this run does not translate: it has model.form={form}, and only"
-        f" encoder_decoder does{instead}"
+        f" encoder_decoder does; give {key}=TEXT"
     )
 
 

@@ -63,6 +63,13 @@ def test_impossible_masked_texts(qkablate, masked):
     assert_refused(qkablate("sample", run, f"text={'a' * 16}[MASK]"), line)
 
 
+def test_attention_on_masked_text_is_inspected(qkablate, masked):
+    """Even where no token ends a document."""
+    done = qkablate("inspect", masked[0], "--text", "abcd", "--layer", "0", "--head", "0")
+    assert done.code == 0
+    assert "Largest attention weights" in done.out
+
+
 def test_masked_split_has_scores_and_examples(qkablate, masked):
     run, cache = masked
     done = qkablate("sample", run, "--split", "val", "--show", "2", cache)

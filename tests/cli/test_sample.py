@@ -187,7 +187,7 @@ def test_runs_without_a_translator(qkablate, sample, tmp_path):
     run = str(train_task(tmp_path, "model=nano_encoder", "model.context=8"))
     done = qkablate("sample", run, "source=s1")
     assert (done.code, done.out, done.err.count("\n")) == (2, "", 1)
-    assert "it has model.form=encoder, and only encoder_decoder does\n" in done.err
+    assert "it has model.form=encoder, and only encoder_decoder does; give text=TEXT\n" in done.err
     line = "a run with model.form=encoder generates no text; give text=TEXT or --split test"
     assert_refused(qkablate("sample", run), line)
     assert_refused(qkablate("sample", run, "--split", "test", "--beam", "2"), "--beam: only a tr")

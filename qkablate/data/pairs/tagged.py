@@ -27,7 +27,8 @@ class TagBaselines(NamedTuple):
 
 def name_tags(tokenizer: Tokenizer) -> dict[int, str]:
     """Return the names of the tags that a tokenizer knows, by rising token."""
-    ids = {int(tokenizer.encode(tag.encode())[0]): tag for tag in TAGS}
+    known = [tag for tag in TAGS if not tokenizer.unknown(tag)]
+    ids = {int(tokenizer.encode(tag.encode())[0]): tag for tag in known}
     return {i: ids[i].strip("<>") for i in sorted(ids) if tokenizer.decode([i]).decode() == ids[i]}
 
 

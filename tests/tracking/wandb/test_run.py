@@ -410,6 +410,7 @@ def test_translator_logs_its_metrics_config_and_examples(runs, tmp_path):
     assert by_step_received.keys() == expected.keys()
     assert all(by_step_received[step].items() >= row.items() for step, row in expected.items())
     assert {"qk/stable_rank/encoder_L0", "ov/moved/cross_L0"} <= set(by_step_received[6])
+    assert received.summary["examples"]["path"] == table["path"]  # which views of sweeps show
     content = json.loads(received.files[table["path"]])
     assert content["columns"] == ["source", "target", "output", "right", "nats_per_token"]
     assert len(content["data"]) == 10
