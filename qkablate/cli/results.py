@@ -143,7 +143,10 @@ def main(argv: list[str]) -> int:
             print(f"# {study.name}\n\n" + "\n\n".join(map(format_markdown, make_tables(summary))))
         elif args.scaling:
             _print_scaling(section)
-            print_next_commands(["results", *named, "--all"], ["report", *named])
+            for line in study.unread:
+                print_text(sanitize(f"\nnot read: {line}"))
+            more = [["results", *named, "--all"], ["report", *named]]
+            print_next_commands(*study.resume_commands, *more)
         else:
             show_all = args.all or bool(args.times)  # times are asked for their front
             print_tables(make_tables(summary) if show_all else make_verdict_tables(summary))

@@ -5,7 +5,7 @@ gap is a straight line in D^−β. Uncertainty is from the jackknife over seeds,
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 from scipy import optimize
@@ -42,7 +42,13 @@ def fit_asymptote(gaps: Sequence[Gap]) -> Asymptote | None:
     tokens_T = np.array([float(gap.arm.tokens) for gap in gaps])
     arm_ST = np.array([[gap.arm.losses[key] for gap in gaps] for key in seeds])
     baseline_ST = np.array([[gap.baseline.losses[key] for gap in gaps] for key in seeds])
-    return fit_curves(tokens_T, arm_ST, baseline_ST)
+    fit = fit_curves(tokens_T, arm_ST, baseline_ST)
+    if fit is None:
+        return None
+    # The error of imperfect rates is common to all seeds, and as much magnified as the gaps.
+    parts = zip(fit.weights, gaps, strict=True)
+    extra = sum(weight**2 * gap.sample.extra_variance for weight, gap in parts)
+    return replace(fit, sample=replace(fit.sample, extra_variance=extra))
 
 
 def fit_curves(

@@ -6,21 +6,26 @@ pseudo-values are treated as a sample of one number per seed.
 """
 
 import math
+from collections import Counter
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from typing import Any
+from dataclasses import dataclass, replace
+from functools import cached_property
 
 import numpy as np
 
 from qkablate.analysis.comparison.gaps import Family, Gap
 from qkablate.analysis.scaling.asymptote import Asymptote, fit_asymptote
 from qkablate.analysis.scaling.law import REACH, Observations, ScalingLaw, fit_law
-from qkablate.analysis.scaling.series import find_grids
+from qkablate.analysis.scaling.series import common_seeds, find_grids
 from qkablate.analysis.stats import MIN_PAIRS, Estimate, Interval, Sample, describe_sample
 from qkablate.analysis.study.study import Entry, Seeds
+from qkablate.table import format_count
 
 MIN_SIZES = MIN_LENGTHS = 3
 _MIN_HELD_OUT_SIZES = 4  # from which a law is fitted without the largest
+_BEYOND = f"is beyond {REACH:g} times what was trained, or below 1/{REACH:g} of it"
+
+Measure = Callable[[ScalingLaw, ScalingLaw], float | str]
 
 
 @dataclass(frozen=True)
@@ -88,115 +93,175 @@ class GridFit:
 
 def fit_grids(families: Sequence[Family]) -> list[GridFit]:
     """Fit scaling laws to every grid of sizes and lengths of an arm and its baseline."""
-    return [_fit(name, gaps) for name, gaps in find_grids(families)]
+    return [_fit(names, gaps) for names, gaps in find_grids(families)]
 
 
-def _fit(name: str, gaps: Sequence[Gap]) -> GridFit:
+def _fit(names: tuple[str, str], gaps: Sequence[Gap]) -> GridFit:
     gaps = sorted(gaps, key=lambda gap: (gap.baseline.arm.params, gap.baseline.tokens))
-    arms, baselines = [gap.arm for gap in gaps], [gap.baseline for gap in gaps]
-    seeds = [key for key in gaps[0].pairs if all(key in gap.pairs for gap in gaps)]
-    lengths: dict[int, set[int]] = {}
-    for entry in baselines:
-        lengths.setdefault(entry.arm.params, set()).add(entry.tokens)
-    counted = min(map(len, lengths.values()))
-    largest = arms[-1].arm
-    about: dict[str, Any] = {
-        "arm": name,
-        "baseline": baselines[-1].arm.variant,
-        "sizes": len(lengths),
-        "lengths": counted,
-        "seeds": len(seeds),
-        "params": float(largest.params),
-        "tokens": float(largest.tokens),
-        "flops": largest.train_flops,
-    }
-    reason = ""
-    if len(lengths) < MIN_SIZES or counted < MIN_LENGTHS:
-        reason = (
-            f"{len(lengths)} sizes × {counted} lengths of training; a scaling law takes"
-            f" {MIN_SIZES} × {MIN_LENGTHS} at least"
-        )
-    elif len(seeds) < MIN_PAIRS:
-        reason = f"{len(seeds)} seeds have every run of both arms; {MIN_PAIRS} are needed"
-    if reason:
-        return GridFit(ScalingSummary(**about, reason=reason, laws=[]), [], gaps)
-    both = [_observe(side, seeds) for side in (arms, baselines)]
-    laws = [fit_law(data) for data in both]
-    names = [name, baselines[-1].arm.variant]
-    summaries = [_describe_law(*pair) for pair in zip(names, laws, strict=True)]
-    for law, arm in zip(laws, names, strict=True):
-        if law.problem:
-            reason = f"{arm}: {law.problem}"
-            return GridFit(ScalingSummary(**about, reason=reason, laws=summaries), [], gaps)
-    without_one = [
-        [
-            fit_law(_observe(side, [key for key in seeds if key != left_out]), law)
-            for side, law in zip((arms, baselines), laws, strict=True)
-        ]
-        for left_out in seeds
-    ]
-    where = _Place(*(float(x) for x in (largest.params, baselines[-1].arm.params, largest.tokens)))
-
-    def gain(measure: Callable[[ScalingLaw, ScalingLaw], float | None], need: str) -> Gain:
-        sample = jackknife(measure, laws, without_one)
-        if sample is None:
-            beyond = f"{baselines[-1].arm.variant} would need more than {REACH:g} times its {need}"
-            return Gain(None, reason=f"{beyond}, or less than 1/{REACH:g} of its least")
-        ends = sample.interval()
-        return Gain(math.exp(sample.mean), ends and (math.exp(ends[0]), math.exp(ends[1])))
-
-    asymptote = fit_asymptote([gap for gap in gaps if gap.arm.arm.params == largest.params])
+    sides = [gap.arm for gap in gaps], [gap.baseline for gap in gaps]
+    seeds = common_seeds(gaps)
+    largest, of_baseline = gaps[-1].arm.arm, gaps[-1].baseline.arm
+    lengths = Counter(gap.baseline.arm.params for gap in gaps)
     summary = ScalingSummary(
-        **about,
-        reason="",
-        laws=summaries,
-        compute=gain(where.compute, "largest size and length"),
-        parameters=gain(where.parameters, "largest size"),
-        training_tokens=gain(where.training_tokens, "greatest length"),
+        arm=names[0],
+        baseline=names[1],
+        sizes=len(lengths),
+        lengths=min(lengths.values()),
+        seeds=len(seeds),
+        reason=_find_lack(gaps, lengths, seeds),
+        laws=[],
+        params=float(largest.params),
+        tokens=float(largest.tokens),
+        flops=largest.train_flops,
+    )
+    if summary.reason:
+        return GridFit(summary, [], gaps)
+    laws = [fit_law(_observe(side, seeds)) for side in sides]
+    described = [_describe_law(name, law) for name, law in zip(names, laws, strict=True)]
+    for name, law in zip(names, laws, strict=True):
+        if law.problem:
+            reason = f"{name}: {law.problem}"
+            return GridFit(replace(summary, laws=described, reason=reason), [], gaps)
+    refits = _Refits(
+        [[_observe(side, [*seeds[:i], *seeds[i + 1 :]]) for side in sides] for i in range(len(seeds))],
+        laws,
+        [[entry.tuning_variance for entry in side] for side in sides],
+    )
+    place = _Place(summary.params, float(of_baseline.params), summary.tokens, summary.flops)
+    asymptote = fit_asymptote([gap for gap in gaps if gap.arm.arm.params == largest.params])
+    summary = replace(
+        summary,
+        laws=described,
+        compute=refits.measure(place.compute),
+        parameters=refits.measure(place.parameters),
+        training_tokens=refits.measure(place.training_tokens),
         asymptote=None if asymptote is None else describe_sample(asymptote.sample),
     )
     return GridFit(summary, laws, gaps, asymptote)
 
 
+def _find_lack(gaps: Sequence[Gap], lengths: Counter[int], seeds: Sequence[Seeds]) -> str:
+    """Return what the runs of a grid lack for a scaling law, or ''."""
+    if len(lengths) < MIN_SIZES or min(lengths.values()) < MIN_LENGTHS:
+        return (
+            f"{len(lengths)} sizes × {min(lengths.values())} lengths of training; a scaling law"
+            f" takes {MIN_SIZES} × {MIN_LENGTHS} at least"
+        )
+    for gap in gaps:
+        for entry, count in ((gap.arm, gap.arm_diverged), (gap.baseline, gap.baseline_diverged)):
+            if count:
+                return (
+                    f"{format_count(count, 'run')} of {entry.name} diverged: the law would be of"
+                    " the others alone"
+                )
+    if len(seeds) < MIN_PAIRS:
+        fewest = min(gaps, key=lambda gap: len(gap.pairs))
+        return (
+            f"{format_count(len(seeds), 'seed')} with every run of both arms, and {MIN_PAIRS} are"
+            f" needed; {fewest.arm.name} has {format_count(len(fewest.pairs), 'pair')}"
+        )
+    return ""
+
+
 @dataclass(frozen=True)
 class _Place:
-    """The largest, longest run, at which an arm is compared with its baseline."""
+    """The largest, longest run, at which an arm is compared with its baseline.
+
+    Each measure returns the logarithm of a factor, or the reason why it is out of reach.
+    """
 
     params: float
     baseline_params: float
     tokens: float
+    flops: float
 
-    def compute(self, arm: ScalingLaw, baseline: ScalingLaw) -> float | None:
-        """Return ln of the baseline's FLOPs by the arm's, both spent in the best way."""
-        index = int(np.argmax(arm.data.params_P * arm.data.tokens_P))
-        flops = float(arm.data.flops_P[index]) * self.tokens
-        loss = arm.lowest_loss(flops)
-        needed = None if loss is None else baseline.least_flops(loss)
-        return None if needed is None else math.log(needed / flops)
+    def compute(self, arm: ScalingLaw, baseline: ScalingLaw) -> float | str:
+        """Return ln of the baseline's FLOPs by the arm's, each at its best size."""
+        loss = arm.lowest_loss(self.flops)
+        if loss is None:
+            return f"the arm's best size or length for this compute {_BEYOND}"
+        needed = baseline.least_flops(loss)
+        if needed is None:
+            return f"the baseline's best size or length for the arm's loss {_BEYOND}"
+        return math.log(needed / self.flops)
 
-    def parameters(self, arm: ScalingLaw, baseline: ScalingLaw) -> float | None:
+    def parameters(self, arm: ScalingLaw, baseline: ScalingLaw) -> float | str:
         """Return ln of the baseline's parameters by the arm's, at equal tokens."""
         needed = baseline.params_for(float(arm.loss(self.params, self.tokens)), self.tokens)
-        return None if needed is None else math.log(needed / self.params)
+        if needed is None:
+            return f"the size that the baseline needs {_BEYOND}"
+        return math.log(needed / self.params)
 
-    def training_tokens(self, arm: ScalingLaw, baseline: ScalingLaw) -> float | None:
+    def training_tokens(self, arm: ScalingLaw, baseline: ScalingLaw) -> float | str:
         """Return ln of the baseline's tokens by the arm's, at the largest width of both."""
         loss = float(arm.loss(self.params, self.tokens))
         needed = baseline.tokens_for(loss, self.baseline_params)
-        return None if needed is None else math.log(needed / self.tokens)
+        if needed is None:
+            return f"the length that the baseline needs {_BEYOND}"
+        return math.log(needed / self.tokens)
+
+
+@dataclass
+class _Refits:
+    """Both laws fitted again: without each seed, and with each loss moved a little."""
+
+    without_seed: list[list[Observations]]  # by seed: arm, baseline
+    laws: list[ScalingLaw]
+    tuning_variances: list[list[float]]  # by side, of each loss: the error of imperfect rates
+
+    @cached_property
+    def _jackknifed(self) -> list[list[ScalingLaw]]:
+        return [
+            [fit_law(data, law) for data, law in zip(sides, self.laws, strict=True)]
+            for sides in self.without_seed
+        ]
+
+    @cached_property
+    def _moved(self) -> list[tuple[list[ScalingLaw], float, float]]:
+        """The laws with one loss moved, by how much, and the variance of its tuning."""
+        moved = []
+        for side, variances in enumerate(self.tuning_variances):
+            data = self.laws[side].data
+            for point, variance in enumerate(variances):
+                if variance:
+                    by = max(data.error, 1e-4)
+                    losses_P = data.losses_P.copy()
+                    losses_P[point] += by
+                    law = fit_law(replace(data, losses_P=losses_P), self.laws[side])
+                    pair = [law if i == side else other for i, other in enumerate(self.laws)]
+                    moved.append((pair, by, variance))
+        return moved
+
+    def measure(self, measure: Measure) -> Gain:
+        """Return a factor with its interval, or the reason why it is unknown."""
+        sample = jackknife(measure, self.laws, self._jackknifed)
+        if isinstance(sample, str):
+            return Gain(None, reason=sample)
+        whole, extra = measure(*self.laws), 0.0
+        for pair, by, variance in self._moved:
+            moved = measure(*pair)
+            if isinstance(moved, str) or isinstance(whole, str):
+                return Gain(None, reason=f"{moved}, within the error of tuning")
+            extra += ((moved - whole) / by) ** 2 * variance
+        sample = replace(sample, extra_variance=extra)
+        ends = sample.interval()
+        return Gain(math.exp(sample.mean), ends and (math.exp(ends[0]), math.exp(ends[1])))
 
 
 def jackknife(
-    measure: Callable[[ScalingLaw, ScalingLaw], float | None],
-    laws: Sequence[ScalingLaw],
-    without_one: Sequence[Sequence[ScalingLaw]],
-) -> Sample | None:
-    """Return the pseudo-values of a measure of both laws; None where it is out of reach."""
-    whole, parts = measure(*laws), [measure(*pair) for pair in without_one]
-    if whole is None or any(part is None for part in parts):
-        return None
-    n = len(parts)
-    return Sample(tuple(n * whole - (n - 1) * part for part in parts if part is not None))
+    measure: Measure, laws: Sequence[ScalingLaw], without_one: Sequence[Sequence[ScalingLaw]]
+) -> Sample | str:
+    """Return the pseudo-values of a measure of both laws, or why one of them is out of reach."""
+    whole = measure(*laws)
+    if isinstance(whole, str):
+        return whole
+    n, values = len(without_one), []
+    for pair in without_one:
+        part = measure(*pair)
+        if isinstance(part, str):
+            return f"{part}, without one of the seeds"
+        values.append(n * whole - (n - 1) * part)
+    return Sample(tuple(values))
 
 
 def _observe(entries: Sequence[Entry], seeds: Sequence[Seeds]) -> Observations:

@@ -104,20 +104,26 @@ class ScalingLaw:
         return float(tokens.min()) / REACH, float(tokens.max()) * REACH
 
     def lowest_loss(self, flops: float) -> float | None:
-        """Return the lowest loss that training of so many FLOPs reaches; None out of reach."""
+        """Return the loss of the best size for so many FLOPs of training; None out of reach."""
         params, per_token = self._sizes
         tokens = flops / per_token
-        low, high = self._token_range
-        within = (tokens >= low) & (tokens <= high)
-        return float(self.loss(params, tokens)[within].min()) if within.any() else None
+        return self._least(self.loss(params, tokens), tokens)
 
     def least_flops(self, loss: float) -> float | None:
-        """Return the fewest FLOPs of training that reach a loss; None out of reach."""
+        """Return the FLOPs of training that reach a loss at the best size; None out of reach."""
         params, per_token = self._sizes
         tokens = self._tokens_for(loss, params)
+        return self._least(per_token * tokens, tokens)
+
+    def _least(self, values: Array, tokens: Array) -> float | None:
+        """Return the least value over the sizes; None if its size or length is out of reach.
+
+        Of what is within reach, the least would lie at the edge, and be no optimum.
+        """
+        at = int(np.argmin(values))
         low, high = self._token_range
-        within = (tokens >= low) & (tokens <= high)
-        return float((per_token * tokens)[within].min()) if within.any() else None
+        is_inside = 0 < at < len(values) - 1 and low <= tokens[at] <= high
+        return float(values[at]) if is_inside else None
 
     def _tokens_for(self, loss: float, params: Array | float) -> Array:
         """Return the tokens after which each size has a loss; infinity where it never has."""

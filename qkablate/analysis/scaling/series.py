@@ -54,8 +54,11 @@ def find_series(families: Sequence[Family]) -> list[Series]:
     return series
 
 
-def find_grids(families: Sequence[Family]) -> list[tuple[str, list[Gap]]]:
-    """Group the arms that differ in their length and size alone, where they differ in both."""
+def find_grids(families: Sequence[Family]) -> list[tuple[tuple[str, str], list[Gap]]]:
+    """Group the arms that differ in their length and size alone, where they differ in both.
+
+    Each grid has a name of the arm and one of the baseline.
+    """
     gaps = [
         gap
         for family in families
@@ -67,15 +70,37 @@ def find_grids(families: Sequence[Family]) -> list[tuple[str, list[Gap]]]:
     groups = _group(gaps, (*_GRID_KEYS, "model.heads"))
     grids = []
     for group in groups:  # the number of heads may grow with the size, or be an axis of its own
-        places = {(gap.baseline.arm.params, gap.baseline.tokens) for gap in group}
+        places = {_place(gap) for gap in group}
         grids += [group] if len(places) == len(group) else _group(group, _GRID_KEYS)
-    names = [_grid_name(gaps) for gaps in grids]
-    return [
-        (name, gaps)
-        for name, gaps in zip(names, grids, strict=True)
+    grids = [
+        gaps
+        for gaps in grids
         if len({gap.baseline.tokens for gap in gaps}) > 1
         and len({gap.baseline.arm.params for gap in gaps}) > 1
     ]
+    return [*zip(_name_grids(grids), grids, strict=True)]
+
+
+def _place(gap: Gap) -> tuple[int, int, int]:
+    model = gap.baseline.arm.config.model
+    return model.d_model, model.layers, gap.baseline.tokens
+
+
+def _name_grids(grids: Sequence[Sequence[Gap]]) -> list[tuple[str, str]]:
+    """Return a name for the arm and for the baseline of each grid, with what tells them apart."""
+    settings = [
+        {**gaps[0].arm.arm.overrides, "optim.lr": f"{gaps[0].arm.rate}"} for gaps in grids
+    ]
+    keys = {key for own in settings for key in own} - {"variant", *_GRID_KEYS, "model.heads"}
+    names = []
+    for side in ("arm", "baseline"):
+        first = [_grid_name(gaps, side) for gaps in grids]
+        for number, name in enumerate(first):
+            alike = [settings[i] for i, other in enumerate(first) if other == name]
+            told = sorted(key for key in keys if len({own.get(key) for own in alike}) > 1)
+            parts = (f"{key.rpartition('.')[2]}={settings[number].get(key)}" for key in told)
+            names.append("-".join([name, *parts]))
+    return [*zip(names[: len(grids)], names[len(grids) :], strict=True)]
 
 
 def _group(gaps: Sequence[Gap], keys: tuple[str, ...]) -> list[list[Gap]]:
@@ -85,8 +110,9 @@ def _group(gaps: Sequence[Gap], keys: tuple[str, ...]) -> list[list[Gap]]:
     return [*groups.values()]
 
 
-def _grid_name(gaps: Sequence[Gap]) -> str:
-    arm, heads = gaps[0].arm.arm, {gap.arm.arm.config.model.heads for gap in gaps}
+def _grid_name(gaps: Sequence[Gap], side: str) -> str:
+    entries: list[Entry] = [getattr(gap, side) for gap in gaps]
+    arm, heads = entries[0].arm, {entry.arm.config.model.heads for entry in entries}
     control = [] if "none" in arm.controls else arm.controls
     return "-".join([arm.variant, *(f"h{n}" for n in heads if len(heads) == 1), *control])
 

@@ -1,1 +1,1 @@
-"""Objectives on a text other than the next token, and losses on it without attention."""
+"""Objectives on a text other than the next token, byte pairs, and losses without attention."""

@@ -7,9 +7,10 @@ from qkablate.report.text.numbers import format_gap
 from qkablate.report.text.table import Table, format_interval
 from qkablate.table import format_short
 
-_HEAD = ["arm", "compute", "95 % interval", "parameters", "95 % interval", "tokens"]
-_HEAD += ["95 % interval", "gap at ∞ tokens", "seeds"]
+_HEAD = ["arm", "baseline", "at N × D", "compute", "95 % interval", "parameters", "95 % interval"]
+_HEAD += ["tokens", "95 % interval", "gap at ∞ tokens", "seeds"]
 _LAW_HEAD = ["arm", "E", "A", "α", "B", "β", "residual", "SE of a loss", "held out", "largest miss"]
+_BAD_FIT = 3  # standard errors of a loss, from which on the residual is pointed out
 
 
 def make_scaling_tables(summaries: Sequence[ScalingSummary]) -> list[Table]:
@@ -18,30 +19,31 @@ def make_scaling_tables(summaries: Sequence[ScalingSummary]) -> list[Table]:
         return []
     rows, unknown = [], []
     for summary in summaries:
+        at = f"{format_short(summary.params)} × {format_short(summary.tokens)}"
+        cells = [summary.arm, summary.baseline, at]
         if summary.reason:
-            rows.append([summary.arm, *["–"] * (len(_HEAD) - 2), str(summary.seeds)])
             unknown.append(f"{summary.arm}: no answer: {summary.reason}")
-            continue
-        cells = [summary.arm]
-        for name, gain in summary.gains.items():
-            cells += _format_gain(gain)
-            if gain.times is None:
-                unknown.append(f"{summary.arm}, {name}: {gain.reason}")
-        ends = summary.asymptote
-        gap = "–" if ends is None or ends.mean is None else format_gap(ends.mean, ends.interval)
-        rows.append([*cells, gap, str(summary.seeds)])
-    first = summaries[-1]
-    at = f"{format_short(first.params)} parameters and {format_short(first.tokens)} tokens"
+            cells += ["–"] * (len(_HEAD) - 4)
+        else:
+            for name, gain in summary.gains.items():
+                cells += _format_gain(gain)
+                if gain.times is None:
+                    unknown.append(f"{summary.arm}, {name}: {gain.reason}")
+            ends = summary.asymptote
+            is_known = ends is not None and ends.mean is not None
+            cells.append(format_gap(ends.mean, ends.interval) if is_known else "–")
+        rows.append([*cells, str(summary.seeds)])
     notes = [
-        f"how many times as much {first.baseline} needs for the same loss: above 1 the arm saves;"
-        f" read at {at}, with the best size at equal compute",
-        "gap at ∞ tokens: an extrapolation, with one exponent for both arms. Intervals: jackknife"
-        " over seeds; that a law may be the wrong one is not in them",
+        "how many times as much the baseline needs for the arm's loss: above 1 the arm saves; of N"
+        " parameters after D tokens, or of as many FLOPs at the best size of each",
+        "gap at ∞ tokens: an extrapolation that takes one exponent for both arms. Intervals:"
+        " jackknife over seeds, and the error of tuning; that a law may be the wrong one is not in"
+        " them",
         *dict.fromkeys(unknown),
     ]
-    laws = {law.arm: law for summary in summaries for law in summary.laws}
+    laws = [*dict.fromkeys(law for summary in summaries for law in summary.laws)]
     tables = [Table("what an arm is worth", _HEAD, rows, notes)]
-    return [*tables, *([_law_table([*laws.values()])] if laws else [])]
+    return [*tables, *([_law_table(laws)] if laws else [])]
 
 
 def _format_gain(gain: Gain) -> list[str]:
@@ -69,7 +71,12 @@ def _law_table(laws: Sequence[LawSummary]) -> Table:
     notes = [
         "L = E + A·N^−α + B·D^−β, by robust least squares; N: parameters without embeddings, D:"
         " tokens",
-        f"held out: mean loss minus prediction, fitted without {held_out}; a residual far above"
-        " the standard error means that the law does not hold here",
+        f"held out: mean loss minus prediction, fitted without {held_out}",
+    ]
+    notes += [
+        f"! {law.arm}: the law misses its losses by {law.residual / law.error:.0f} standard errors:"
+        " it does not hold here, and no interval counts that"
+        for law in laws
+        if law.residual > _BAD_FIT * law.error
     ]
     return Table("scaling laws of the test loss", _LAW_HEAD, rows, notes)
