@@ -2,6 +2,7 @@
 
 import itertools
 import math
+from collections.abc import Set
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -24,12 +25,15 @@ from qkablate.training.signals import Stopped
 # Flags that make Hydra read another configuration.
 _OTHER_CONFIGS = {"--config-dir", "-cd", "--config-path", "-cp", "--config-name", "-cn"}
 
+_OWN_FLAGS = ("--rerun", "--extend")  # all others are Hydra's
+
 _MAX_NAMES = 6  # runs that the command printed after a multirun names
 
 _SEEDS = "seed=range(6)"  # of the sweep that it names
 
 PARSER = Parser("")
 PARSER.switch("--rerun", "train again, even if the run is done")
+PARSER.switch("--extend", "go on from the stable phase of a shorter wsd run")
 
 
 def main(argv: list[str]) -> int:
@@ -49,11 +53,14 @@ def _main(argv: list[str], ranks: Ranks) -> int:
     """Remove the verb's own flags, and pass the rest to Hydra."""
     from qkablate.cli.hydra import multirun
 
-    if ranks.count > 1 and {"-m", "--multirun"} & {*argv}:
+    are_several = bool({"-m", "--multirun"} & {*argv})
+    if ranks.count > 1 and are_several:
         raise UserError(
             "-m: several processes train one run together; without torchrun, -m trains many"
         )
-    rerun, config_flags = "--rerun" in argv, find_config_flags(argv)
+    if "--extend" in argv and are_several:
+        raise UserError("--extend: one run goes on from another; give it without -m")
+    flags, config_flags = {*_OWN_FLAGS} & {*argv}, find_config_flags(argv)
     codes: list[int] = []
     multirun.CheckEveryJob.runs, multirun.CheckEveryJob.folder = [], None
 
@@ -65,7 +72,7 @@ def _main(argv: list[str], ranks: Ranks) -> int:
         is_multirun = HydraConfig.get().mode == RunMode.MULTIRUN
         loss = math.inf
         try:
-            code, loss = _train(composed, rerun, is_multirun, ranks, config_flags)
+            code, loss = _train(composed, flags, is_multirun, ranks, config_flags)
             codes.append(code)
         except UserError as error:  # printed here: Hydra would add lines of its own
             if not ranks.is_first:
@@ -80,9 +87,9 @@ def _main(argv: list[str], ranks: Ranks) -> int:
             ranks.disconnect()
         return loss
 
-    argv = [word for word in argv if word != "--rerun"]
-    flags = {word.partition("=")[0] for word in argv}
-    if flags & {"--cfg", "-c"} and not flags & _OTHER_CONFIGS:
+    argv = [word for word in argv if word not in _OWN_FLAGS]
+    words = {word.partition("=")[0] for word in argv}
+    if words & {"--cfg", "-c"} and not words & _OTHER_CONFIGS:
         _check([word for word in argv if "=" in word and not word.startswith(("-", "hydra"))])
     run_hydra("train", argv, task)
     if search := multirun.read_search():
@@ -113,7 +120,7 @@ def _check(words: list[str]) -> None:
 
 
 def _train(
-    composed: Any, rerun: bool, is_multirun: bool, ranks: Ranks, config_flags: list[str]
+    composed: Any, flags: Set[str], is_multirun: bool, ranks: Ranks, config_flags: list[str]
 ) -> tuple[int, float]:
     """Train one run, print its result, and return its exit code and its validation loss.
 
@@ -121,7 +128,8 @@ def _train(
     """
     from hydra.core.hydra_config import HydraConfig
 
-    config = ranks.resolve(load(composed))
+    extend = "--extend" in flags
+    config = ranks.resolve(load(composed, resolved=not extend))
     from qkablate.data.corpus import check_available
 
     check_available(config.data)
@@ -132,7 +140,8 @@ def _train(
     try:
         if not ranks.is_first:
             return follow(ranks), math.inf
-        planned, outcome = train_config(config, rerun=rerun, ranks=ranks)
+        rerun = "--rerun" in flags
+        planned, outcome = train_config(config, rerun=rerun, extend=extend, ranks=ranks)
     except (AlreadyRunning, LeaseLost) as error:
         print_stderr(f"qkablate: {error}")
         return 1, math.inf

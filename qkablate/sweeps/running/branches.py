@@ -1,0 +1,112 @@
+"""Which run of a sweep begins at a branch of which, waits for it, and keeps it for how long."""
+
+import shutil
+from collections import defaultdict
+from collections.abc import Callable
+from contextlib import suppress
+
+from qkablate.runs.prefix import (
+    FOLDER,
+    Branching,
+    Prefix,
+    branch_path,
+    find_branch,
+    find_branches,
+)
+from qkablate.sweeps.planning.manifest import Manifest
+from qkablate.sweeps.prefixes import find_run_prefix
+from qkablate.sweeps.running.state import ENDED, RunState
+
+
+class SharedPrefixes:
+    """The runs of a sweep by prefix; they are added as the sweep comes to know them."""
+
+    def __init__(self, manifest: Manifest) -> None:
+        self._manifest = manifest
+        self._prefixes: dict[str, Prefix | None] = {}  # by the run's id
+        self._groups: dict[str, list[RunState]] = defaultdict(list)  # by prefix id
+
+    def add(self, states: list[RunState]) -> None:
+        """Add the states of runs that are not known yet."""
+        for state in states:
+            id = state.run.id
+            if id not in self._prefixes:
+                self._prefixes[id] = prefix = find_run_prefix(self._manifest, state.run)
+                if prefix is not None:
+                    self._groups[prefix.id].append(state)
+
+    def must_wait(self, state: RunState, is_open: Callable[[RunState], bool]) -> bool:
+        """Return whether a longer run will still come to where this one can branch off.
+
+        `is_open` says whether a run waits to be started. A run that has passed that step keeps a
+        branch there or never will.
+        """
+        prefix = self._prefixes[state.run.id]
+        longer = self._longer(state, prefix) if prefix else []
+        return (
+            prefix is not None
+            and any(
+                is_open(other) or (other.status == "running" and other.step <= prefix.steps)
+                for other in longer
+            )
+            and not any(branch_path(other.folder, prefix.steps).exists() for other in longer)
+        )
+
+    def plan_branching(self, state: RunState) -> Branching:
+        """Return where a run begins, and the lengths for which it keeps branches."""
+        prefix = self._prefixes[state.run.id]
+        if prefix is None:
+            return Branching()
+        group = self._groups[prefix.id]
+        lengths = {self._steps(s) for s in self._shorter(state, prefix) if _needs_branch(s)}
+        if not self._longer(state, prefix):
+            lengths.add(self._steps(state))
+        others = [other.folder for other in group if other is not state]
+        return Branching(find_branch(others, prefix), tuple(sorted(lengths)))
+
+    def remove_branches(self, state: RunState | None = None) -> None:
+        """Remove the branches that no run of the sweep needs, or none with this one's prefix.
+
+        The longest run keeps that of its own length, to be extended.
+        """
+        prefix = self._prefixes[state.run.id] if state else None
+        groups = [self._groups[prefix.id]] if prefix else [] if state else self._groups.values()
+        for group in groups:
+            for member in group:
+                self._remove_branches(member)
+
+    def _remove_branches(self, state: RunState) -> None:
+        prefix = self._prefixes[state.run.id]
+        assert prefix is not None
+        waiting = {self._prefix_steps(s) for s in self._shorter(state, prefix) if _needs_branch(s)}
+        kept = waiting | (set() if self._longer(state, prefix) else {prefix.steps})
+        with suppress(OSError):  # of a run that another user owns
+            for path in find_branches(state.folder):
+                if path not in {branch_path(state.folder, step) for step in kept}:
+                    hidden = path.with_name(f".{path.name}.tmp")  # never half a branch
+                    path.rename(hidden)
+                    shutil.rmtree(hidden)
+            if not waiting:
+                shutil.rmtree(state.folder / FOLDER / "predictions", ignore_errors=True)
+
+    def _steps(self, state: RunState) -> int:
+        return int(self._manifest.arms[state.run.arm].config.train.steps)
+
+    def _prefix_steps(self, state: RunState) -> int:
+        prefix = self._prefixes[state.run.id]
+        assert prefix is not None
+        return prefix.steps
+
+    def _longer(self, state: RunState, prefix: Prefix) -> list[RunState]:
+        group, steps = self._groups[prefix.id], self._steps(state)
+        return [other for other in group if self._steps(other) > steps]
+
+    def _shorter(self, state: RunState, prefix: Prefix) -> list[RunState]:
+        group, steps = self._groups[prefix.id], self._steps(state)
+        return [other for other in group if self._steps(other) < steps]
+
+
+def _needs_branch(state: RunState) -> bool:
+    """Return whether a run has not begun to be trained."""
+    has_begun = any((state.folder / "checkpoints").glob("step-*"))
+    return state.status not in ENDED and not has_begun
