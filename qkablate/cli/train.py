@@ -10,11 +10,12 @@ from typing import Any
 from qkablate.cli.arguments import Parser, out_words
 from qkablate.cli.hydra.app import run_hydra
 from qkablate.compose.configs import build_jobs, compose_jobs
-from qkablate.config import Role, keys_with, load, variants
+from qkablate.config import Config, Role, flatten, keys_with, load, variants
 from qkablate.errors import UserError, print_stderr
 from qkablate.report.text.table import format_known
 from qkablate.runs.lease import AlreadyRunning, LeaseLost
 from qkablate.runs.listing import shorten_names
+from qkablate.runs.prefix import LENGTH_KEYS
 from qkablate.runs.run import EXIT_CODES
 from qkablate.runs.text_references import find_text_references
 from qkablate.table import format_part, print_next_commands, print_table
@@ -158,12 +159,19 @@ def _train(
     with suppress(BrokenPipeError):  # as in `| head`: the run is done all the same
         _print_result(outcome.result, outcome.trained, planned.run.folder)
         if not is_multirun:
-            words = [*config_flags, *HydraConfig.get().overrides.task]
+            typed = [*HydraConfig.get().overrides.task]
+            words = [*config_flags, *typed, *_words_of_extension(planned.config, typed) * extend]
             print_next(outcome.result, words, planned.run.folder, config.optim.lr)
     if is_multirun and outcome.signal:
         raise SystemExit(128 + outcome.signal)
     status = outcome.result["status"]
     return EXIT_CODES[status], outcome.result["loss"]["val"] if status == "done" else math.inf
+
+
+def _words_of_extension(config: Config, typed: list[str]) -> list[str]:
+    """Return the settings that a run has taken over from the one that it extends."""
+    values, keys = flatten(config), {word.partition("=")[0] for word in typed}
+    return [f"{key}={values[key]}" for key in LENGTH_KEYS if key not in keys]
 
 
 def _print_result(result: dict[str, Any], trained: bool, folder: Path) -> None:

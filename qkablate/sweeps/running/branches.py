@@ -1,4 +1,4 @@
-"""Which run of a sweep begins at a branch of which, waits for it, and keeps it for how long."""
+"""Branches of the runs of a sweep: at which a run begins, whether it waits, when they go."""
 
 import shutil
 from collections import defaultdict
@@ -22,7 +22,7 @@ class SharedPrefixes:
     """The runs of a sweep by prefix; they are added as the sweep comes to know them."""
 
     def __init__(self, manifest: Manifest) -> None:
-        self._manifest = manifest
+        self.manifest = manifest
         self._prefixes: dict[str, Prefix | None] = {}  # by the run's id
         self._groups: dict[str, list[RunState]] = defaultdict(list)  # by prefix id
 
@@ -31,7 +31,7 @@ class SharedPrefixes:
         for state in states:
             id = state.run.id
             if id not in self._prefixes:
-                self._prefixes[id] = prefix = find_run_prefix(self._manifest, state.run)
+                self._prefixes[id] = prefix = find_run_prefix(self.manifest, state.run)
                 if prefix is not None:
                     self._groups[prefix.id].append(state)
 
@@ -90,7 +90,7 @@ class SharedPrefixes:
                 shutil.rmtree(state.folder / FOLDER / "predictions", ignore_errors=True)
 
     def _steps(self, state: RunState) -> int:
-        return int(self._manifest.arms[state.run.arm].config.train.steps)
+        return int(self.manifest.arms[state.run.arm].config.train.steps)
 
     def _prefix_steps(self, state: RunState) -> int:
         prefix = self._prefixes[state.run.id]

@@ -52,8 +52,8 @@ def find_extension(requested: Config) -> tuple[Config, Path]:
     entry = next((entry for entry in found if _is_intact(entry[1])), None)
     if entry is None:
         raise UserError(
-            f"--extend: no run in '{requested.out}' has a stable phase with these settings; it must"
-            " differ in train.steps alone (without --extend, this run trains from the start)"
+            f"--extend: '{requested.out}' has no shorter wsd run with the same settings but for"
+            " train.steps (without --extend, this run trains from the start)"
         )
     origin, path, config = entry
     taken = [f"{k}={v}" for k, v in origin.settings.items() if flatten(requested)[k] == "auto"]

@@ -1,14 +1,20 @@
 """Runs that branch off a longer one, or extend a shorter one, equal those trained alone."""
 
+import shutil
+
 import pytest
 
 from qkablate.compose.configs import compose_jobs
+from qkablate.disk import make_folder
 from qkablate.runs.prefix import Branching, branch_path, find_branch, find_prefix
 from qkablate.runs.records import read_json
+from qkablate.training import environment
 from qkablate.training.resolve import plan_run
 from qkablate.training.session import train_run
+from qkablate.training.signals import Stopped
+from qkablate.training.warm_start.branch import start_from_branch
 from tests.sweeps.run_checks import assert_same, final_state
-from tests.training.helpers import read_rows
+from tests.training.helpers import interrupt_after, read_rows
 
 CLOCKS = ("seconds", "tokens_per_second", "peak_memory_bytes", "ended", "metrics_sha256", "sha256")
 HORIZONS = (9, 14, 30)
@@ -74,3 +80,90 @@ def test_extended_run_equals_one_trained_alone(words, tmp_path):
     branch = branch_for(words, 30, "shared", shorter)
     assert branch == branch_path(shorter, 11)
     assert_equal_runs(train(words, 30, "alone"), train(words, 30, "shared", start=branch))
+
+
+@pytest.fixture
+def longest(words, tmp_path):
+    """Return a run with branches for all horizons."""
+    return train(words, HORIZONS[-1], "shared", horizons=HORIZONS)
+
+
+def spoil(branch, name):
+    """Damage one part of a branch, or of what is beside it."""
+    path = branch / name
+    if name == "predictions":
+        path = branch.parents[1] / "predictions" / "step-00000002.safetensors"
+    content = path.read_bytes()
+    path.write_bytes(content[: len(content) // 2] + b"x" + content[len(content) // 2 + 1 :])
+
+
+FILES = ("weights.safetensors", "state.pt", "progress.json", "metrics.jsonl", "origin.json")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", [*FILES, "SHA256SUMS", "predictions"])
+def test_run_with_a_damaged_branch_trains_from_its_start(words, longest, capfd, name):
+    branch = branch_for(words, 14, "shared", longest)
+    spoil(branch, name)
+    capfd.readouterr()
+    folder = train(words, 14, "shared", start=branch)
+    assert "is not used, and the run trained from its start" in capfd.readouterr().err
+    assert "branch" not in read_json(folder / "environment.json")
+    assert_equal_runs(train(words, 14, "alone"), folder)
+
+
+@pytest.mark.parametrize(
+    ("others", "step", "reason"),
+    [
+        (["optim.lr=2e-3"], 11, "it is not a part of this run"),
+        (["tracking.log_every=3"], 11, "it is not a part of this run"),
+        ([], 24, "it is not a part of this run"),
+        (["threads=2"], 11, "it was computed with threads 1"),
+        ([], 5, "No such file"),
+    ],
+)
+def test_branch_that_is_no_part_of_the_run_is_not_used(words, longest, others, step, reason):
+    planned = plan(words, 14, "other", *others)
+    make_folder(planned.run.folder)
+    environment.write(planned, 1)
+    notes = []
+    branching = Branching(start=branch_path(longest, step))
+    assert start_from_branch(planned, branching, "cpu", notes.append) is None
+    assert [reason in note for note in notes] == [True]
+    assert {path.name for path in planned.run.folder.iterdir()} <= {
+        *("config.yaml", "environment.json", "tokenizer.json")
+    }
+
+
+def test_stopped_run_resumes_after_its_branch(words, longest, monkeypatch):
+    branch = branch_for(words, 14, "shared", longest)
+    with monkeypatch.context() as patch:
+        interrupt_after(patch, 2)
+        with pytest.raises(Stopped):
+            train(words, 14, "shared", start=branch)
+    shutil.rmtree(branch)
+    folder = train(words, 14, "shared", start=branch)
+    assert read_json(folder / "environment.json")["branch"]["step"] == 11
+    assert_equal_runs(train(words, 14, "alone"), folder)
+
+
+def test_resumed_run_keeps_the_branches_it_has(words, tmp_path, monkeypatch):
+    """Stopped after the first branch, it keeps that one and adds the others."""
+    with monkeypatch.context() as patch:
+        interrupt_after(patch, 14)
+        with pytest.raises(Stopped):
+            train(words, 30, "shared", horizons=HORIZONS)
+    (first,) = tmp_path.glob("shared/runs/*/branches/step-*")
+    before = (first / "progress.json").read_bytes()
+    folder = train(words, 30, "shared", horizons=HORIZONS)
+    assert (first / "progress.json").read_bytes() == before
+    steps = [path.name for path in sorted((folder / "branches").glob("step-*"))]
+    assert steps == ["step-00000007", "step-00000011", "step-00000024"]
+    assert_equal_runs(train(words, 30, "alone"), folder)
+
+
+def test_rerun_of_a_run_keeps_new_branches(words, longest):
+    planned = plan(words, 30, "shared")
+    train_run(planned, rerun=True, branching=Branching(horizons=(9,)))
+    assert [path.name for path in (longest / "branches").glob("step-*")] == ["step-00000007"]
+    assert len([*(longest / "attempts" / "1" / "branches").glob("step-*")]) == 3
