@@ -28,7 +28,7 @@ ORIGIN_FILE, ROWS_FILE = "origin.json", "metrics.jsonl"
 _OF_THE_END = ("steps", "test_tokens", "evaluate_test")
 # Keys whose `auto` depends on the length of the run: a longer one takes them over.
 LENGTH_KEYS = ("optim.warmup", "train.eval_every", "train.eval_tokens", "train.test_tokens")
-_MAX_ORIGIN = 2**20  # bytes
+_MAX_ORIGIN = 2**16  # bytes
 
 
 @dataclass(frozen=True)
@@ -45,7 +45,7 @@ def _as_path(text: str | None) -> Path | None:
 
 @dataclass(frozen=True)
 class Branching:
-    """What a run shares with those of other lengths."""
+    """The branches of a run: where it begins, and for whom it keeps others."""
 
     # The branch at which it begins; None: the initial weights.
     start: Path | None = field(default=None, metadata={"from_json": _as_path})
@@ -117,7 +117,7 @@ def find_branches(folder: Path) -> list[Path]:
 def read_origin(path: Path) -> BranchOrigin | None:
     """Return the origin of a branch; None if it cannot be read."""
     try:
-        content = read_file(path / ORIGIN_FILE)
-        return from_json(BranchOrigin, parse_json(content)) if len(content) < _MAX_ORIGIN else None
+        content = read_file(path / ORIGIN_FILE, last=_MAX_ORIGIN)
+        return from_json(BranchOrigin, parse_json(content))
     except (OSError, ValueError):
         return None

@@ -61,9 +61,9 @@ class Checkpoint:
     state: dict[str, Any] = field(default_factory=dict)
 
 
-def bytes_needed(params: int) -> int:
+def bytes_needed(params: int, branches: int = 0) -> int:
     """Return the size of all checkpoints that can exist at once: fp32 weights and two moments."""
-    return 12 * params * (KEEP + 1) + 2**24
+    return 12 * params * (KEEP + 1 + branches) + 2**24
 
 
 def save(

@@ -71,9 +71,9 @@ def describe_computation(folder: Path) -> dict[str, Any]:
 
 def record_branch(folder: Path, origin: BranchOrigin) -> None:
     """Add to environment.json from which run another one's first steps were taken."""
-    content = _read(folder)
+    content, branch = _read(folder), {"run": origin.run, "step": origin.step}
     if content is not None:
-        write_json(folder / "environment.json", {**content, "branch": vars(origin)})
+        write_json(folder / "environment.json", {**content, "branch": branch})
 
 
 def _read_environment(folder: Path) -> dict[str, Any] | None:

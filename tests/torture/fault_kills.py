@@ -31,7 +31,7 @@ KINDS = {
     "bf16 sweep": ["sweep", *_SWEEP, "precision=bf16"],
     "horizons": [
         *("sweep", "variant=standard", "sweep.floor=false", "workers=2", "optim.schedule=wsd"),
-        *("train.steps=7,9,12", "train.eval_every=3", "diagnostics.every=2"),
+        *("train.steps=7,9,24", "train.eval_every=3", "diagnostics.every=1"),
     ],
     "translator": ["train", *forked.TRANSLATOR, "train.grad_accum=2"],
 }

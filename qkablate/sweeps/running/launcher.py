@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from qkablate.runs import predictions
-from qkablate.runs.prefix import NO_BRANCHING
+from qkablate.runs.prefix import NO_BRANCHING, Branching
 from qkablate.runs.run import free_bytes
 from qkablate.sweeps.engines import base
 from qkablate.sweeps.planning.manifest import Manifest
@@ -191,9 +191,12 @@ class Launcher:
         self._to_retry.discard(id)
         retry = state.status == "failed"
         config = self.manifest.config_of(state.run)
-        branching = self._prefixes.plan_branching(state) if self._prefixes else NO_BRANCHING
+        branching = self._plan_branching(state)
         self.engine.start(base.RunTask(id, state.folder, config, packed, retry, branching))
         self._follow(state)
+
+    def _plan_branching(self, state: RunState) -> Branching:
+        return NO_BRANCHING if self._prefixes is None else self._prefixes.plan_branching(state)
 
     def _follow(self, state: RunState) -> None:
         """Count a run among those of this launcher."""
@@ -246,7 +249,8 @@ class Launcher:
     def _has_disk_space(self, state: RunState) -> bool:
         """Stop the sweep unless the disk has space for what the run writes."""
         arm = self.manifest.arms[state.run.arm]
-        need = bytes_needed(arm.total_params) + predictions.bytes_needed(arm.config)
+        branches = len(self._plan_branching(state).horizons or ())
+        need = bytes_needed(arm.total_params, branches) + predictions.bytes_needed(arm.config)
         out = Path(self.manifest.out).expanduser()
         free = free_bytes(out)
         if free >= need:

@@ -20,6 +20,7 @@ from qkablate.runs.prefix import (
     BranchOrigin,
     branch_path,
     find_prefix,
+    read_origin,
     with_steps,
 )
 from qkablate.training import checkpoint, environment
@@ -61,8 +62,8 @@ def write_predictions_of_branches(
 def write_branch(plan: RunPlan, state: Checkpoint) -> None:
     """Keep a checkpoint with the rows until then, unless there is one at this step."""
     run, step = plan.run, state.progress.step
-    prefix = find_prefix(plan.config, plan.identity)
-    if prefix is None or branch_path(run.folder, step).exists():
+    prefix, existing = find_prefix(plan.config, plan.identity), branch_path(run.folder, step)
+    if prefix is None or ((found := read_origin(existing)) and found.prefix == prefix.id):
         return
     values = flatten(plan.config)
     origin = BranchOrigin(

@@ -39,7 +39,7 @@ def start_from_branch(
                 raise ValueError(f"it was computed with {other}")
             note(f"the steps before were computed with {other}")
         state = checkpoint.load(path, device)
-        rows = _read_rows(path, state)
+        rows = _read_rows(plan, path, state)
         check_shapes(plan.build(), state, path)
         if state.progress.step != origin.step:
             raise ValueError(f"it is of step {state.progress.step}, not {origin.step}")
@@ -72,14 +72,25 @@ def _compare_environments(plan: RunPlan, origin: BranchOrigin) -> str:
     return ", ".join(f"{k} {other.get(k)}" for k in keys if own.get(k) != other.get(k))
 
 
-def _read_rows(path: Path, state: Checkpoint) -> bytes:
-    """Return the rows of metrics until a branch; ValueError if any is damaged or missing."""
-    rows = read_file(path / ROWS_FILE)
-    if len(rows) != state.progress.metrics_end or rows[-1:] not in (b"", b"\n"):
+def _read_rows(plan: RunPlan, path: Path, state: Checkpoint) -> bytes:
+    """Return the rows of metrics until a branch; ValueError unless they are those of this run.
+
+    A run that was resumed with another `tracking.log_every` has others.
+    """
+    content, config = read_file(path / ROWS_FILE), plan.config
+    if len(content) != state.progress.metrics_end or content[-1:] not in (b"", b"\n"):
         raise ValueError(f"{ROWS_FILE} is not complete")
-    for line in rows.splitlines():
-        decode_row(line)
-    return rows
+    rows = [decode_row(line) for line in content.splitlines()]
+    log_every, end = config.tracking.log_every, state.progress.step + 1
+    for name, first, every in (
+        ("train/loss", log_every, log_every),
+        ("val/loss", 0, int(config.train.eval_every)),
+        ("diagnostics", 0, int(config.diagnostics.every)),
+    ):
+        expected = [*range(first, end, every)] if every else []
+        if [row.get("step") for row in rows if name in row] != expected:
+            raise ValueError(f"{ROWS_FILE} has {name} at other steps")
+    return content
 
 
 def _copy_predictions(plan: RunPlan, path: Path, origin: BranchOrigin) -> None:

@@ -1,4 +1,4 @@
-"""Which run waits for which, at which branch it begins, and when branches are removed."""
+"""Runs wait for a longer one, begin at its branches, and remove those that nobody needs."""
 
 import dataclasses
 import json

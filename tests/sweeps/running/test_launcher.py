@@ -193,7 +193,7 @@ def test_two_launchers_share_the_work(spawn, grid, tmp_path, qkablate):
 
 
 HORIZONS = ["variant=standard", "seed=0", "optim.schedule=wsd", "optim.warmup=2"]
-HORIZONS += ["train.steps=9,14,30", "train.eval_every=3", "diagnostics.every=2"]
+HORIZONS += ["train.steps=9,14,30", "train.eval_every=3", "diagnostics.every=1"]
 
 
 def find_shared_steps(tmp_path, out="outputs"):

@@ -14,6 +14,7 @@ from qkablate.training.session import train_run
 from qkablate.training.signals import Stopped
 from qkablate.training.warm_start.branch import start_from_branch
 from tests.sweeps.run_checks import assert_same, final_state
+from tests.tracking.wandb import log_reader
 from tests.training.helpers import interrupt_after, read_rows
 
 CLOCKS = ("seconds", "tokens_per_second", "peak_memory_bytes", "ended", "metrics_sha256", "sha256")
@@ -26,7 +27,7 @@ def words(tiny):
     return [
         *(word for word in tiny if not word.startswith(("train.steps", "out="))),
         *("optim.schedule=wsd", "optim.warmup=2", "train.eval_every=3", "model.dropout=0.1"),
-        *("train.checkpoint_every=5", "train.eval_tokens=64", "diagnostics.every=2"),
+        *("train.checkpoint_every=5", "train.eval_tokens=64", "diagnostics.every=1"),
     ]
 
 
@@ -167,3 +168,23 @@ def test_rerun_of_a_run_keeps_new_branches(words, longest):
     train_run(planned, rerun=True, branching=Branching(horizons=(9,)))
     assert [path.name for path in (longest / "branches").glob("step-*")] == ["step-00000007"]
     assert len([*(longest / "attempts" / "1" / "branches").glob("step-*")]) == 3
+
+
+def test_rows_of_a_run_resumed_with_other_settings_are_not_used(words, monkeypatch, capfd):
+    with monkeypatch.context() as patch:
+        interrupt_after(patch, 5)
+        with pytest.raises(Stopped):
+            train(words, 30, "shared", horizons=HORIZONS)
+    longest = train(words, 30, "shared", "tracking.log_every=1", horizons=HORIZONS)
+    folder = train(words, 14, "shared", "tracking.log_every=1", start=branch_path(longest, 11))
+    assert "metrics.jsonl has train/loss at other steps" in capfd.readouterr().err
+    assert_equal_runs(train(words, 14, "alone", "tracking.log_every=1"), folder)
+
+
+@pytest.mark.slow
+def test_rows_before_the_branch_are_logged_to_wandb(words, longest):
+    branch = branch_for(words, 14, "shared", longest)
+    folder = train(words, 14, "shared", "tracking.wandb=offline", start=branch)
+    (logged,) = folder.glob("wandb/offline-run-*")
+    steps = [row["step"] for row in log_reader.read(logged).rows]
+    assert steps == sorted({row["step"] for row in read_rows(folder)})

@@ -4,6 +4,9 @@ import json
 
 import pytest
 
+from qkablate.config import flatten
+from qkablate.runs.prefix import LENGTH_KEYS
+from qkablate.training.warm_start.restore import restore
 from tests.sweeps.run_checks import assert_same, final_state
 from tests.training.helpers import run_folder
 
@@ -31,8 +34,8 @@ def test_extended_run_equals_one_trained_alone(qkablate, words, tmp_path):
     assert f"extends {shorter.name} from step 10, with its optim.warmup=2" in done.err
     assert "optim.warmup=2" in done.out.partition("Next")[2]  # for a variant to compare it with
     extended = folder_of(tmp_path, "outputs", 40)
-    taken = json.loads((extended / "environment.json").read_text())["branch"]["settings"]
-    explicit = [f"{key}={value}" for key, value in taken.items()]
+    values = flatten(restore(extended, load=False).config)
+    explicit = [f"{key}={values[key]}" for key in LENGTH_KEYS]
     assert qkablate("train", *words, *explicit, "train.steps=40", "out=alone").code == 0
     alone = run_folder(tmp_path, "alone")
     assert alone.name == extended.name
