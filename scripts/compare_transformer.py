@@ -87,7 +87,7 @@ class Translator(nn.Module):
 
 
 class TorchTransformer:
-    """nn.Transformer and the training step that one writes for it."""
+    """nn.Transformer and a common training step for it."""
 
     def __init__(self, shape: Shape, plan: RunPlan, compiled: bool) -> None:
         self.name = f"nn.Transformer (fp32, {'compiled' if compiled else 'eager'})"
@@ -138,12 +138,12 @@ def run(label: str, args: argparse.Namespace, folder: Path) -> None:
     warm_up(label, candidates)
     tokens = 2 * shape.batch_size * shape.context
     speeds = measure(candidates, args.rounds, shape.steps, tokens)
-    theirs = [speeds[one.name] for one in candidates if isinstance(one, TorchTransformer)]
-    best = max(theirs, key=statistics.median)
-    for name, own in speeds.items():
-        ratios = [a / b for a, b in zip(own, best, strict=True)]
+    of_torch = [speeds[peer.name] for peer in peers]
+    best = max(of_torch, key=statistics.median)
+    for name, speed in speeds.items():
+        ratios = [a / b for a, b in zip(speed, best, strict=True)]
         print(
-            f"{label:<7}{name:<42}{statistics.median(own):>10,.0f}"
+            f"{label:<7}{name:<42}{statistics.median(speed):>10,.0f}"
             f"{statistics.median(ratios):>8.2f}  ({min(ratios):.2f} … {max(ratios):.2f})",
             flush=True,
         )

@@ -1,8 +1,10 @@
 """Hooks of mkdocs: pages written from the code, and pages that stand at the top of the repository.
 
-`make docs` builds the site. Nothing is fetched, and nothing is written into docs/.
+The page on Python is a notebook, too. `make docs` builds the site. Nothing is fetched, and nothing
+is written into docs/.
 """
 
+import json
 import re
 from pathlib import Path
 from typing import Any
@@ -51,12 +53,35 @@ def top_pages() -> dict[str, str]:
     return {name: move_links(text) for name, text in texts.items()}
 
 
+def make_notebook(page: str) -> str:
+    """Return a page as a Jupyter notebook: Python as cells, text blocks as their outputs."""
+    cells: list[dict[str, Any]] = []
+    for part in re.split(r"(^```\w+\n.*?^```$)", page, flags=re.DOTALL | re.MULTILINE):
+        head, _, body = part.strip().partition("\n")
+        text = body.removesuffix("```").rstrip()
+        cell = {"id": f"cell-{len(cells)}", "metadata": {}}
+        if head == "```python":
+            cells.append(
+                cell | {"cell_type": "code", "source": text, "execution_count": None, "outputs": []}
+            )
+        elif head == "```text":
+            output = {"output_type": "stream", "name": "stdout", "text": f"{text}\n"}
+            cells[-1]["outputs"].append(output)
+        elif part.strip():
+            cells.append(cell | {"cell_type": "markdown", "source": part.strip()})
+    kernel = {"name": "python3", "display_name": "Python 3", "language": "python"}
+    book = {"nbformat": 4, "nbformat_minor": 5, "metadata": {"kernelspec": kernel}, "cells": cells}
+    return json.dumps(book, ensure_ascii=False, indent=1) + "\n"
+
+
 def on_files(files: Any, config: Any) -> Any:
-    """Add the generated pages."""
+    """Add the generated pages, and the notebook."""
     from mkdocs.structure.files import File
 
     for name, text in (pages() | top_pages()).items():
         files.append(File.generated(config, name, content=text))
+    page = (ROOT / "docs" / "python.md").read_text(encoding="utf-8")
+    files.append(File.generated(config, "python.ipynb", content=make_notebook(page)))
     return files
 
 

@@ -1,6 +1,7 @@
 """The README and the documentation: length, commands, generated reference, diagrams."""
 
 import importlib.util
+import json
 import re
 import shlex
 import subprocess
@@ -10,6 +11,7 @@ from xml.etree import ElementTree
 
 import pytest
 from diagrams import OV_FACTS, QK_FACTS, draw_variant
+from docs_hooks import make_notebook
 from reference import pages
 
 from qkablate.attention import OV_CIRCUITS, QK_CIRCUITS
@@ -189,3 +191,15 @@ def test_site_builds_without_warnings(tmp_path):
     for file in tmp_path.rglob("*.html"):  # nothing is loaded from another server
         html = file.read_text(encoding="utf-8")
         assert not re.findall(r"<(?:script|link|img)[^>]*(?:src|href)=\"?https?:", html)
+
+
+def test_notebook_has_the_code_and_the_outputs_of_the_page():
+    page = (ROOT / "docs" / "python.md").read_text(encoding="utf-8")
+    cells = json.loads(make_notebook(page))["cells"]
+    code = [cell for cell in cells if cell["cell_type"] == "code"]
+    blocks = re.findall(r"```python\n(.*?)\n```", page, re.DOTALL)
+    assert [cell["source"] for cell in code] == blocks
+    outputs = [output["text"] for cell in code for output in cell["outputs"]]
+    assert outputs == re.findall(r"```text\n(.*?)```", page, re.DOTALL)
+    assert not any("```" in cell["source"] for cell in cells)
+    assert len({cell["id"] for cell in cells}) == len(cells)

@@ -1,6 +1,7 @@
 """The package as users get it: wheel, commands of the documentation, pinned versions."""
 
 import glob
+import json
 import re
 import shlex
 import shutil
@@ -11,6 +12,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from docs_hooks import make_notebook
 
 import qkablate as qkablate_package
 from qkablate.analysis.claims.parse import claim_names, load_claim
@@ -237,10 +239,11 @@ def test_every_claim_is_in_the_table_of_the_docs():
 
 
 @pytest.mark.slow
-def test_python_of_the_docs_runs(tmp_path):
-    """Run the blocks of the page in order, as a script, on less data and a smaller model."""
-    text = (ROOT / "docs" / "python.md").read_text(encoding="utf-8")
-    code = "\n".join(re.findall(r"```python\n(.*?)```", text, re.DOTALL))
+def test_notebook_of_the_docs_runs(tmp_path):
+    """Run its cells in order, as a script, on less data and a smaller model."""
+    page = (ROOT / "docs" / "python.md").read_text(encoding="utf-8")
+    cells = json.loads(make_notebook(page))["cells"]
+    code = "\n".join(cell["source"] for cell in cells if cell["cell_type"] == "code")
     smaller = {"model.layers": 1, "model.d_model": 16, "train.batch_size": 4, "train.steps": 4}
     for key, value in {**smaller, "data.vocab_size": 12}.items():
         code, count = re.subn(rf'("{key}": )\d+', rf"\g<1>{value}", code)

@@ -5,7 +5,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from qkablate.compose.configs import compose
-from qkablate.compose.words import parse_values
+from qkablate.compose.words import is_group, parse_values
 from qkablate.config import (
     KEYS,
     Config,
@@ -49,6 +49,11 @@ def read_request(words: list[str], grid: GridConfig | None = None) -> SweepReque
     choices: dict[str, list[str]] = {}
     for word in words:
         key, values = _parse(word)
+        if word.startswith("+") and key not in KEYS and not is_group(key) and "." not in key:
+            raise UserError(
+                f"'{word}': a sweep takes no group beside those of qkablate; write its keys under"
+                " `fixed:` in DIR/sweep/NAME.yaml, or use `qkablate train -m`"
+            )
         if len(values) > 1 and (_is_own(key) or has_role(key, Role.ONE_PER_SWEEP)):
             raise UserError(f"'{word}': a sweep has one value of {key}")
         if _is_own(key):

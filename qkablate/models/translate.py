@@ -44,8 +44,8 @@ def translate(
             tensors = [torch.tensor(sources[i]) for i in together]
             source_NS = pad_sequence(tensors, batch_first=True, padding_value=PAD)
             step, longest = _make_step(model, source_NS, tokens, beam), model.config.context
-            found = beam_search(step, len(together), tokens, longest=longest, beam=beam)
-            targets |= dict(zip(together, found, strict=True))
+            outputs = beam_search(step, len(together), tokens, longest=longest, beam=beam)
+            targets |= dict(zip(together, outputs, strict=True))
     return [targets[i] for i in range(len(sources))]
 
 

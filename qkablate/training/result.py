@@ -34,8 +34,8 @@ def format_header(plan: RunPlan, processes: int = 1) -> list[str]:
     first, *_ = plan.sites.values()
     matches = {site: layer.match for site, layer in plan.sites.items()}
     multipliers = {
-        site: f"QK × {found['qk']:.3g}, OV × {found['ov']:.3g}"
-        for site, found in plan.lr_multipliers.items()
+        site: f"QK × {by_circuit['qk']:.3g}, OV × {by_circuit['ov']:.3g}"
+        for site, by_circuit in plan.lr_multipliers.items()
     }
     if config.init_from.run is None:
         start = f"matched to standard: {_format_sites(matches)}"

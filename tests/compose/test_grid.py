@@ -130,6 +130,12 @@ def test_grid_has_no_axes_of_its_own(opened_hydra):
         read_request(["sweep=grid"])
 
 
+def test_group_of_the_user_is_rejected(opened_hydra):
+    with pytest.raises(UserError, match=r"'\+exp=my': a sweep takes no group beside those"):
+        read_request(["variant=standard,no_q", "+exp=my"])
+    assert read_request(["variant=standard,no_q", "+seed=1"]).choices["seed"] == ["1"]
+
+
 @pytest.mark.parametrize("name", SWEEPS)
 def test_every_shipped_sweep_is_valid(opened_hydra, name):
     request = read_request([f"sweep={name}", *(["seed=range(2)"] if name == "grid" else [])])

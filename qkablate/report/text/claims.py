@@ -52,6 +52,9 @@ def format_claim(claim: Claim) -> list[str]:
     """Return the claim and its test plan as lines."""
     lines = [f"{claim.title}: {claim.says}", f"source    {claim.source}"]
     lines += [f"part      {name}: {format_spec(spec)}" for name, spec in claim.parts.items()]
+    sites = claim.grid.get("variant.sites", "all")
+    if sites != "all" and "," not in sites:
+        lines.append(f"sites     a variant is at {sites}, and standard attention at the others")
     looks = " then ".join(map(str, claim.seeds))
     tuned = f"; rates tuned on {claim.tuning_seeds} other seeds" if claim.tuning_seeds else ""
     lines.append(f"seeds     {looks}, from its hash {claim.hash[:12]}{tuned}")

@@ -196,9 +196,9 @@ class _Search:
         exact = nominal + (self.target - cost) / slope
 
         def mismatch(units: int) -> float:
-            found = self._cost_at(n, units) if rounds and units >= 1 else None
-            found = cost + (units - nominal) * slope if found is None else found
-            return (found - self.target) / self.target
+            exact_cost = self._cost_at(n, units) if rounds and units >= 1 else None
+            linear_cost = cost + (units - nominal) * slope
+            return ((linear_cost if exact_cost is None else exact_cost) - self.target) / self.target
 
         below = math.floor(exact)
         near = range(below - 1, below + 3) if rounds else (below, below + 1)

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from qkablate.analysis.claims.judgement import judge_claim
-from qkablate.analysis.claims.parse import parse_claim
+from qkablate.analysis.claims.parse import load_claim, parse_claim
 from qkablate.analysis.claims.registry import claim_grid
 from qkablate.analysis.claims.verdict import spend_alpha
 from qkablate.analysis.comparison.decision import Verdict
@@ -511,6 +511,13 @@ def test_several_rates_are_there_to_choose_among_alone():
 
 
 # What is printed.
+
+
+def test_sites_of_a_claim_are_named():
+    lines = format_claim(load_claim("encoder_decoder"))
+    assert "sites     a variant is at cross, and standard attention at the others" in lines
+    for name in ("cross_needs_both", "one_head"):  # the parts name them, or it is at all
+        assert not any(line.startswith("sites") for line in format_claim(load_claim(name)))
 
 
 def test_claim_is_described_in_words():
