@@ -7,6 +7,7 @@ from contextlib import suppress
 
 from qkablate.runs.prefix import (
     FOLDER,
+    NO_BRANCHING,
     Branching,
     Prefix,
     branch_path,
@@ -42,21 +43,22 @@ class SharedPrefixes:
         branch there or never will.
         """
         prefix = self._prefixes[state.run.id]
-        longer = self._longer(state, prefix) if prefix else []
-        return (
-            prefix is not None
-            and any(
-                is_open(other) or (other.status == "running" and other.step <= prefix.steps)
-                for other in longer
-            )
-            and not any(branch_path(other.folder, prefix.steps).exists() for other in longer)
+        if prefix is None:
+            return False
+        longer = self._longer(state, prefix)
+        is_coming = any(
+            is_open(other) or (other.status == "running" and other.step <= prefix.steps)
+            for other in longer
         )
+        if not is_coming or not _needs_branch(state):
+            return False
+        return not any(branch_path(other.folder, prefix.steps).exists() for other in longer)
 
     def plan_branching(self, state: RunState) -> Branching:
         """Return where a run begins, and the lengths for which it keeps branches."""
         prefix = self._prefixes[state.run.id]
         if prefix is None:
-            return Branching()
+            return NO_BRANCHING
         group = self._groups[prefix.id]
         lengths = {self._steps(s) for s in self._shorter(state, prefix) if _needs_branch(s)}
         if not self._longer(state, prefix):
@@ -65,14 +67,13 @@ class SharedPrefixes:
         return Branching(find_branch(others, prefix), tuple(sorted(lengths)))
 
     def remove_branches(self, state: RunState | None = None) -> None:
-        """Remove the branches that no run of the sweep needs, or none with this one's prefix.
+        """Remove the branches that no run needs, of those with this one's prefix or of all.
 
         The longest run keeps that of its own length, to be extended.
         """
-        prefix = self._prefixes[state.run.id] if state else None
-        groups = [self._groups[prefix.id]] if prefix else [] if state else self._groups.values()
-        for group in groups:
-            for member in group:
+        prefixes = self._prefixes.values() if state is None else [self._prefixes[state.run.id]]
+        for id in {prefix.id for prefix in prefixes if prefix is not None}:
+            for member in self._groups[id]:
                 self._remove_branches(member)
 
     def _remove_branches(self, state: RunState) -> None:

@@ -75,6 +75,12 @@ def test_nobody_waits_for_what_will_not_come(sweep):
     assert waiting(sweep) == set()
 
 
+def test_run_that_has_begun_waits_for_nobody(sweep):
+    _, states = sweep
+    (states[10].folder / "checkpoints" / "step-00000004").mkdir(parents=True)
+    assert waiting(sweep) == {20}
+
+
 @pytest.mark.parametrize("status", ["failed", "diverged", "interrupted", "done"])
 def test_the_next_longest_takes_the_place_of_one_that_ended(sweep, status):
     _, states = sweep
