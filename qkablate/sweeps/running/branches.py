@@ -87,7 +87,7 @@ class SharedPrefixes:
                     hidden = path.with_name(f".{path.name}.tmp")  # never half a branch
                     path.rename(hidden)
                     shutil.rmtree(hidden)
-            if not waiting:
+            if not waiting and not (state.folder / FOLDER).is_symlink():
                 shutil.rmtree(state.folder / FOLDER / "predictions", ignore_errors=True)
 
     def _steps(self, state: RunState) -> int:

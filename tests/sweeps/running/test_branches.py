@@ -132,6 +132,19 @@ def test_branches_are_removed_when_nobody_needs_them(sweep):
     assert kept() == {32}  # to be extended
 
 
+def test_nothing_is_removed_through_a_link(sweep, tmp_path):
+    prefixes, states = sweep
+    elsewhere = tmp_path / "elsewhere"
+    for name in ("step-00000008", "predictions"):
+        (elsewhere / name).mkdir(parents=True)
+    states[40].folder.mkdir(parents=True)
+    (states[40].folder / "branches").symlink_to(elsewhere)
+    for state in states.values():
+        state.status = "done"
+    prefixes.remove_branches()
+    assert {path.name for path in elsewhere.iterdir()} == {"step-00000008", "predictions"}
+
+
 def test_other_schedules_have_no_part_in_it(plan_grid, tmp_path):
     manifest = plan_grid("train.steps=10,20")
     prefixes = SharedPrefixes(manifest)
