@@ -307,6 +307,7 @@ _TRANSLATOR = ["model=nano_translator", "data=reverse"]
         (["train.steps=100", "train.test_tokens=all"], 100, 3072, 65_536),
         (["train.steps=100", "train.test_tokens=3000"], 100, 3072, 3000),
         (["train.eval_tokens=2048"], 250, 2048, 65_536),
+        (["train.eval_tokens=70000", "train.test_tokens=70000"], 250, 65_536, 65_536),
         ([*_TRANSLATOR, "train.steps=100"], 100, 512, 1024),
         ([*_TRANSLATOR, "train.steps=2000"], 250, 4096, 65_536),
     ],
@@ -418,7 +419,11 @@ TRANSLATOR = ["model=nano_translator", "data=reverse"]
         (["model=nano", "variant.sites=cross"], "(allowed: all, decoder)"),
         (["model=nano", "model.encoder_layers=2"], "model.encoder_layers: model.form=decoder has"),
         (["model=nano", "model.encoder_d_model=8"], "model.encoder_d_model: model.form=decoder"),
-        (["model.encoder_d_model=66"], "divide model.encoder_d_model=66 (allowed: 1, 2)"),
+        (
+            ["model.encoder_d_model=50"],
+            "model.encoder_d_model: 50 is not a multiple of model.heads=4 (nearest: 48)",
+        ),
+        (["model.encoder_d_model=1"], "1 is not a multiple of model.heads=4 (nearest: 4)"),
         (["model.encoder_d_model=4", "model.mlp_ratio=0.1"], "leaves the encoder's MLP without"),
         (
             ["model.encoder_d_model=32", "variant=shared_qk"],

@@ -19,7 +19,7 @@ VERBS = {
     "compare": "show two runs side by side",
     "claim": "register a hypothesis before its runs, and judge it by them",
     "data": "list, prepare, describe and show data sets",
-    "sample": "generate text with a trained run",
+    "sample": "generate text with a trained run, translate, or answer",
     "inspect": "measure circuits and attention of a run, head by head",
     "project": "convert a trained run to another variant and fine-tune it",
     "dashboard": "save the view of a sweep in Weights & Biases",

@@ -247,15 +247,11 @@ def propose_sample(config: "Config", words: list[str]) -> list[str]:
     """Return the command that shows what a run has learned: a sample, or the task's description."""
     from qkablate.config.data import is_causal_text
 
-    if config.model.form == "encoder_decoder":
-        return ["sample", *words, "--split", "test"]
+    if config.model.form != "decoder":
+        return ["sample", *words, "--split", "test", "--show", "5"]
     if is_causal_text(config.data):
-        return ["sample", *words]
-    if config.model.form == "decoder":
-        return ["data", "info", f"data={config.data.source}"]
-    from qkablate.data import task_words
-
-    return ["data", "info", *task_words(config.data, config.model)]
+        return ["sample", *(word for word in words if not word.startswith("data.cache="))]
+    return ["data", "info", f"data={config.data.source}"]
 
 
 def find_sweep_and_out(words: Iterable[str]) -> tuple[Path, str]:

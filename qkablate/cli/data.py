@@ -18,7 +18,7 @@ from qkablate.table import format_bytes, format_count, print_json, print_next_co
 
 if TYPE_CHECKING:
     from qkablate.data import Data
-    from qkablate.data.corpus import CorpusManifest
+    from qkablate.data.prepare import CorpusManifest
 
 HELP = """qkablate data: list, prepare, describe and show data sets.
 
@@ -91,7 +91,8 @@ def _list(words: list[str], args: Namespace) -> None:
     if words:
         raise UserError(f"data list takes no '{words[0]}'")
     from qkablate.config import DataConfig
-    from qkablate.data.corpus import cache_dir, read_manifest
+    from qkablate.data.corpus import cache_dir
+    from qkablate.data.prepare import read_manifest
 
     kinds = []
     for name in config_names("data"):
@@ -245,6 +246,7 @@ def _describe(data: "Data") -> dict[str, Any]:
         "split": manifest.split,
         "duplicates": f"{manifest.duplicates:,} left out",
         **{key: getattr(manifest, key) for key in ("documents", "tokens", "bytes")},
+        **({"files": data.count_files()} if manifest.files_sha256 else {}),
         "bytes_per_token": {s: manifest.bytes[s] / max(1, data.tokens[s]) for s in SPLITS},
         "fingerprint": data.fingerprint,
         "folder": str(data.folder),

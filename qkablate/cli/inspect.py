@@ -226,5 +226,4 @@ def _propose(args: Namespace, config: "Config", row: dict[str, Any]) -> list[str
         }
         layer, head = max(heads, key=heads.__getitem__, default=(0, 0))
         return ["inspect", args.run, *words, "--layer", str(layer), "--head", str(head)]
-    kept = [word for word in words if not word.startswith("data.cache=")]
-    return propose_sample(config, [args.run, *kept])
+    return propose_sample(config, [args.run, *words])

@@ -21,13 +21,14 @@ from qkablate.table import (
 
 if TYPE_CHECKING:
     from qkablate.analysis.comparison.summary import GapSummary
+    from qkablate.report.section import Section
     from qkablate.report.text.table import Table
 
 FORMATS = ("table", "csv", "json", "md")
 
 HELP = """qkablate results: the comparisons of runs, with their uncertainty.
 
-Usage: qkablate results [SWEEP | RUN …] [--margin NATS] [--all]
+Usage: qkablate results [SWEEP | RUN …] [--margin NATS] [--all | --scaling]
                         [--format table|csv|json|md | --json]
                         [--times FILE] [out=FOLDER]
 
@@ -42,24 +43,29 @@ Examples
                                          distances, fronts
   qkablate results quick --margin 0.01   and which arms are not worse by 0.01
   qkablate results quick --format md     tables to paste
+  qkablate results scaling --scaling     what an arm is worth in compute
   qkablate results quick --json          everything: every run, every check of
                                          the audit
   qkablate results quick --format csv    one row per gap
   qkablate cost variant=standard,merged_w --measure --json > times.json
   qkablate results --times times.json    with the Pareto front of loss and time
 
-Without --all, only the verdicts and what the audit warns of.
+Without --all, only the verdicts and what the audit warns of. With --scaling, of
+three sizes and three lengths of training or more, a scaling law of each arm,
+L = E + A·N^−α + B·D^−β, and how many times the arm's compute, parameters and
+tokens its baseline needs for the same loss.
 
 A gap is the test loss of an arm minus that of its baseline with the same seed,
 in nats. The interval over pairs decides: Student's t, widened where the gaps
 are skewed. `p` is adjusted by Holm's method over all gaps shown. `detectable`
 is the smallest gap that these seeds detect with 80 % power. The BCa bootstrap
 and the exact sign-flip test are shown for comparison. `SE over documents` is
-the gap's standard error over the documents of the test text, which the interval
-over seeds leaves out. The audit lists what else than the arm may explain the
-gap. The function distance measures how much the predictions of arm and baseline
-differ, next to the distance between two seeds and the distance that rounding
-alone causes (variant=standard_reassociated).
+the gap's standard error over the documents of the test split (of pairs and
+tags: files, or pairs), which the interval over seeds leaves out. The audit
+lists what else than the arm may explain the gap. The function distance measures
+how much the predictions of arm and baseline differ, next to the distance
+between two seeds and the distance that rounding alone causes
+(variant=standard_reassociated).
 
 Flags
 {flags}
@@ -78,6 +84,7 @@ PARSER.option(
     margin,
 )
 PARSER.switch("--all", "show the tables of all details, in place of that of the verdicts")
+PARSER.switch("--scaling", "show the scaling laws, and what each arm is worth by them")
 PARSER.option("--format", "|".join(FORMATS), "output format", one_of(FORMATS))
 PARSER.switch("--json", "the same as --format json")
 PARSER.option(
@@ -96,6 +103,8 @@ def main(argv: list[str]) -> int:
     form = "json" if args.json else args.format or "table"
     if args.all and form != "table":
         raise UserError(f"--all: --format {form} shows everything already")
+    if args.scaling and (args.all or args.times or form != "table"):
+        raise UserError("--scaling: --all, --times and the other formats show it already")
     words, out = take_out(args.words)
     sources = find_sources(words, out, ("sweep", "run"))
     if len(sources) > 1:
@@ -132,6 +141,9 @@ def main(argv: list[str]) -> int:
             _print_csv(summary.gaps)
         elif form == "md":
             print(f"# {study.name}\n\n" + "\n\n".join(map(format_markdown, make_tables(summary))))
+        elif args.scaling:
+            _print_scaling(section)
+            print_next_commands(["results", *named, "--all"], ["report", *named])
         else:
             show_all = args.all or bool(args.times)  # times are asked for their front
             print_tables(make_tables(summary) if show_all else make_verdict_tables(summary))
@@ -152,6 +164,18 @@ def main(argv: list[str]) -> int:
             print_next_commands(*more, ["report", *named, *margin], [*command, "--json"])
         sys.stdout.flush()
     return 0 if study.is_complete and (study.entries or not study.unread) else 1
+
+
+def _print_scaling(section: "Section") -> None:
+    """Print what each arm is worth, or raise UserError where nothing can be said."""
+    from qkablate.report.text.scaling import make_scaling_tables
+
+    if not section.summary.scaling:
+        raise UserError(
+            f"{section.study.name} has no arm beside a baseline at several sizes and lengths of"
+            " training: qkablate sweep sweep=scaling trains such a grid"
+        )
+    print_tables(make_scaling_tables(section.summary.scaling))
 
 
 def print_tables(tables: "list[Table]") -> None:

@@ -1,4 +1,4 @@
-"""`qkablate sample`: generate text with a trained run, or translate."""
+"""`qkablate sample`: generate text with a trained run, translate, or answer."""
 
 import os
 import sys
@@ -26,20 +26,24 @@ from qkablate.errors import UserError, print_stderr
 if TYPE_CHECKING:
     from qkablate.training.warm_start.restore import RestoredRun
 
-HELP = """qkablate sample: generate text with a trained run, or translate.
+HELP = """qkablate sample: generate text with a trained run, translate, or answer.
 
 Usage: qkablate sample RUN [key=value …]
        qkablate sample RUN source=TEXT [--beam N]
-       qkablate sample RUN --split SPLIT [--beam N]
+       qkablate sample RUN text=TEXT
+       qkablate sample RUN --split SPLIT [--show N] [--beam N]
 
 RUN is a run's folder, or the beginning of its name or id in outputs/runs. Its
 newest checkpoint is used; the run may still be training. When the text exceeds
 the model's context, generation continues from the last half of the context. A
 run with model.form=encoder_decoder translates a source; that of a task is
-written as `qkablate data show` prints it.
+written as `qkablate data show` prints it. A run with model.form=encoder fills
+in masks, tags the names of a statement, or answers a task.
 
 Keys
   source=TEXT        what to translate
+  text=TEXT          what an encoder answers: a text with [MASK] for each token
+                     to fill in, a Python statement, or a source of a task
   prompt=TEXT        the beginning of the text, verbatim: \\n is not a newline
                      (default: a newline)
   tokens=200         how many to generate
@@ -68,12 +72,17 @@ Examples
   qkablate train model=nano_translator data=reverse
   qkablate sample standard-d64 source='s3 s1 s4 s1 s5 s9 s2 s6' --beam 5
   qkablate sample standard-d64 --split test > translations.txt
+  qkablate sample standard-d64 --split test --show 5
+  qkablate train model=nano_encoder model.context=64 data=stdlib \\
+    data.objective=mlm
+  qkablate sample standard-d64 text='def [MASK]ain(self):'
 """
 
 
 # The default of every setting, and the function that converts it.
 _SETTINGS: dict[str, tuple[Any, Callable[[str], Any]]] = {
     "source": (None, str),
+    "text": (None, str),
     "prompt": (None, str),
     "tokens": (200, whole_number(1, 10**9)),
     "temperature": (0.8, number(lambda value: 0 <= value <= 100, "a number from 0 to 100")),
@@ -86,19 +95,28 @@ KEYS = (*_SETTINGS, "out", "data.cache", *CIRCUIT_KEYS)
 
 PARSER = Parser(HELP, ("run",), [f"{key}=" for key in KEYS])
 _BEAM_HELP = "translate by beam search with N hypotheses (default 1: greedy)"
-_SPLIT_HELP = "translate all of val or test; exact match and BLEU go to stderr"
+_SPLIT_HELP = "translate or answer all of val or test; the scores go to stderr"
+_SHOW_HELP = (
+    "with --split: print N examples with what is right (default: all translations, a line each;"
+    " of an encoder 5 examples)"
+)
 PARSER.option("--split", "SPLIT", _SPLIT_HELP, one_of(HELD_OUT_SPLITS))
+PARSER.option("--show", "N", _SHOW_HELP, whole_number(1, 1000))
 PARSER.option("--beam", "N", _BEAM_HELP, whole_number(1, 1000))
 
 
 def main(argv: list[str]) -> int:
-    """Generate text with a trained run, or translate."""
+    """Generate text with a trained run, translate, or answer."""
     parsed = PARSER.parse(argv)
     args = parse_args(parsed.words, parsed.split, parsed.beam)
+    args.show = parsed.show
+    if args.show and not args.split:
+        raise UserError("--show: only --split has examples; give --split test")
     try:
         restored = restore_run(args.run, args.values)
-        translates = args.source is not None or args.split is not None
-        return (_translate if translates else _sample)(args, restored)
+        if args.source is None and args.text is None and args.split is None:
+            return _sample(args, restored)
+        return _answer(args, restored)
     except KeyboardInterrupt:
         print(f"{_line_break()}qkablate: interrupted", file=sys.stderr)
         return 130
@@ -106,19 +124,22 @@ def main(argv: list[str]) -> int:
 
 def parse_args(words: list[str], split: str | None = None, beam: int | None = None) -> Namespace:
     """Parse the words, before anything heavy is imported."""
-    if any(word.startswith("source=") and not word.partition("=")[2].strip() for word in words):
-        raise UserError("source: is empty; give the text to translate")
+    for key, verb in (("source", "translate"), ("text", "answer")):
+        if any(word.startswith(f"{key}=") and not word[len(key) + 1 :].strip() for word in words):
+            raise UserError(f"{key}: is empty; give the text to {verb}")
     run, values = run_and_keys(words, KEYS, "sample RUN prompt='a text'")
-    for key in ("prompt", "source"):
+    for key in ("prompt", "source", "text"):
         check_utf8(key, values.get(key, ""))
-    what = "source" if "source" in values else "--split" if split else ""
+    what = next((key for key in ("source", "text") if key in values), "--split" if split else "")
     for key in _SETTINGS:
-        if what and key in values and key != what:
-            raise UserError(f"{key}: a translation has none; leave out {key} or {what}")
-    if beam and not what:
+        if what and key in values and key not in ("source", "text"):
+            raise UserError(f"{key}: only generated text has one; leave out {key} or {what}")
+    if "source" in values and "text" in values:
+        raise UserError("text: a source is given; leave out text or source")
+    if beam and what not in ("source", "--split"):
         raise UserError("--beam: only a translation has one; give source=TEXT")
-    if split and "source" in values:
-        raise UserError("--split: a source is given; leave out --split or source")
+    if split and what != "--split":
+        raise UserError(f"--split: a {what} is given; leave out --split or {what}")
     if "data.cache" in values and not split:
         raise UserError("data.cache: only --split reads data")
     settings = {
@@ -133,9 +154,13 @@ def _sample(args: Namespace, restored: "RestoredRun") -> int:
 
     form = restored.config.model.form
     if form == "encoder_decoder":
-        raise UserError(f"source: a run with model.form={form} translates; give source=TEXT")
+        raise UserError(
+            f"source: a run with model.form={form} translates; give source=TEXT or --split test"
+        )
     if form == "encoder":
-        raise UserError(f"a run with model.form={form} generates no text")
+        raise UserError(
+            f"a run with model.form={form} generates no text; give text=TEXT or --split test"
+        )
     tokenizer = restored.tokenizer()
     prompt = args.prompt
     if prompt is None:  # a newline, or the first token
@@ -162,10 +187,19 @@ def _sample(args: Namespace, restored: "RestoredRun") -> int:
     return 0
 
 
-def _translate(args: Namespace, restored: "RestoredRun") -> int:
+def _answer(args: Namespace, restored: "RestoredRun") -> int:
+    """Translate, or answer with an encoder."""
+    from qkablate.cli.answers import answer_split, answer_text
     from qkablate.cli.translation import translate_source, translate_split
 
-    text, report = (translate_source if args.split is None else translate_split)(args, restored)
+    if args.text is not None:
+        answer = answer_text
+    elif args.source is not None:
+        answer = translate_source
+    else:
+        is_encoder = restored.config.model.form == "encoder"
+        answer = answer_split if is_encoder else translate_split
+    text, report = answer(args, restored)
     write_text(text)
     print_stderr(f"{_describe(restored)}: {report}")
     return 0

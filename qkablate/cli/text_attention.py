@@ -113,7 +113,7 @@ def _codec(
     config = restored.config
     if config.model.form != "decoder":
         sentences = restored.sentences()
-        start = sentences.tokens.start
+        start = sentences.tokens.start if config.model.form == "encoder_decoder" else 0
         if config.data.source in TASKS:
             return sentences.encode, lambda i: sentences.decode([i]).encode(), start
         return sentences.encode, lambda i: restored.tokenizer().decode([i]), start

@@ -183,7 +183,8 @@ def _print_result(result: dict[str, Any], trained: bool, folder: Path) -> None:
         splits = [split for split in ("val", "test", "train") if loss[split] is not None]
 
         def join(values: dict[str, float], form: str = ".4f") -> str:
-            return "   ".join(f"{name} {values[name]:{form}}" for name in splits if name in values)
+            known = {name: values[name] for name in splits if values.get(name) is not None}
+            return "   ".join(f"{name} {value:{form}}" for name, value in known.items())
 
         kind = "masked token" if result["data"].get("objective") == "mlm" else "token"
         print(f"  loss      {join(loss)}   nats per {kind}")

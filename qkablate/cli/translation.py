@@ -4,6 +4,7 @@ import time
 from argparse import Namespace
 from typing import TYPE_CHECKING
 
+from qkablate.cli.answers import find_data, show_examples
 from qkablate.errors import UserError
 from qkablate.table import format_count
 
@@ -32,35 +33,30 @@ def translate_source(args: Namespace, restored: "RestoredRun") -> tuple[str, str
 
 
 def translate_split(args: Namespace, restored: "RestoredRun") -> tuple[str, str]:
-    """Return the translations of a split, a line each, and their scores in one line."""
-    from qkablate.data import IGNORE, iterate_windows
-    from qkablate.data.batches import PAD
+    """Return the translations of a split, a line each, or examples; and scores in one line."""
+    from qkablate.data import iterate_windows
     from qkablate.models.translate import translate
-    from qkablate.training.recorders.diagnostics import find_run_data
 
     model, beam = _translator(restored), args.beam or 1
-    data = find_run_data(restored, args.values.get("data.cache", "auto"))
-    if data is None:
-        raise UserError(
-            "--split: the run's data is not prepared on this machine; data.cache=FOLDER names"
-            " another cache"
-        )
-    sentences = restored.sentences()
-    context, added = restored.config.model.context, (sentences.tokens.end, PAD)
-    sources, references = [], []
-    for batch, row in iterate_windows(
-        data, args.split, seed=0, batch_size=1, grad_accum=1, context=context
-    ):
-        sources.append([i for i in batch.inputs[0][row].tolist() if i not in added])
-        target = batch.targets_NA[row].tolist()
-        references.append([i for i in target if i not in (*added, IGNORE)])
-    found = translate(model, sources, sentences.tokens, beam)
+    data, sentences = find_data(args, restored), restored.sentences()
+    windows = iterate_windows(
+        *(data, args.split),
+        seed=0,
+        batch_size=1,
+        grad_accum=1,
+        context=restored.config.model.context,
+    )
+    pairs_of_tokens = [sentences.tokens.read_pair(batch, row) for batch, row in windows]
+    references = [target for _, target in pairs_of_tokens]
+    found = translate(model, [source for source, _ in pairs_of_tokens], sentences.tokens, beam)
     exact = sum(map(list.__eq__, found, references)) / len(references)
     lines = [sentences.decode(target).replace("\n", " ") for target in found]
     pairs = format_count(len(found), "pair")
     report = f"{args.split}, {_search(beam)}, {pairs}: exact match {exact:.1%}"
     if restored.config.data.tokenizer is not None:  # a task has no text
         report += f", BLEU {_format_bleu(lines, [*map(sentences.decode, references)])}"
+    if args.show:
+        return show_examples(args, restored, data), report
     return "".join(f"{line}\n" for line in lines), report
 
 
@@ -71,10 +67,10 @@ def _translator(restored: "RestoredRun") -> "EncoderDecoder":
     if isinstance(restored.model, EncoderDecoder):
         return restored.model
     form = restored.config.model.form
-    instead = "; give prompt=TEXT" if form == "decoder" else ""
+    key = "prompt" if form == "decoder" else "text"
     raise UserError(
         f"source: this run does not translate: it has model.form={form}, and only"
-        f" encoder_decoder does{instead}"
+        f" encoder_decoder does; give {key}=TEXT"
     )
 
 

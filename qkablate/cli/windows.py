@@ -6,12 +6,11 @@ from typing import TYPE_CHECKING
 
 from qkablate.data import IGNORE, MaskedText, Pairs, TaggedSentences, Task, tokenizers
 from qkablate.data.batches import PAD
+from qkablate.data.window_texts import WindowTexts, window_texts
 
 if TYPE_CHECKING:
     from qkablate.data import Data
     from qkablate.data.batches import Batch
-
-MASK = "▒"
 
 _Decode = Callable[[list[int]], str]
 
@@ -30,7 +29,7 @@ def window_formatter(data: "Data") -> "Callable[[Batch, int], list[str]]":
     if isinstance(data, Pairs):
         return partial(_format_pair, data, decode)
     if isinstance(data, MaskedText):
-        return partial(_format_masks, data, decode)
+        return partial(_format_masks, window_texts(data))
     return partial(_format_text, decode)
 
 
@@ -39,12 +38,11 @@ def _format_text(decode: _Decode, batch: "Batch", row: int) -> list[str]:
     return _indent(decode(batch.tokens_NT[row, :length].tolist()))
 
 
-def _format_masks(data: MaskedText, decode: _Decode, batch: "Batch", row: int) -> list[str]:
+def _format_masks(texts: WindowTexts, batch: "Batch", row: int) -> list[str]:
     """Return the text as it is read, and the tokens to predict in order."""
-    tokens = batch.tokens_NT[row].tolist()
-    text = "".join(MASK if token == data.mask else decode([token]) for token in tokens)
-    answers = (decode([token]) for token in batch.targets_NA[row].tolist() if token != IGNORE)
-    return [*_indent(text), f"→ {' '.join(map(repr, answers))}"]
+    answers = [token for token in batch.targets_NA[row].tolist() if token != IGNORE]
+    text = texts.read(batch.tokens_NT[row].tolist())
+    return [*_indent(text), f"→ {texts.write(answers, answers)}"]
 
 
 def _format_tags(data: TaggedSentences, decode: _Decode, batch: "Batch", row: int) -> list[str]:

@@ -189,8 +189,8 @@ def _check_form(model: ModelConfig) -> None:
     width = stream_width(model, "encoder")
     if width % model.heads:
         raise ImpossibleConfig(
-            f"model.heads: {model.heads} does not divide model.encoder_d_model={width}"
-            f" (allowed: {list_divisors(math.gcd(width, model.d_model))})"
+            f"model.encoder_d_model: {width} is not a multiple of model.heads={model.heads}"
+            f" (nearest: {max(1, round(width / model.heads)) * model.heads})"
         )
     if model.encoder_d_model and model.mlp_ratio and round(model.mlp_ratio * width) < 1:
         raise ImpossibleConfig(
@@ -258,8 +258,8 @@ def resolve(config: Config) -> Config:
             steps=steps,
             tokens=None,
             eval_every=eval_every,
-            eval_tokens=eval_tokens,
-            test_tokens=test_tokens,
+            eval_tokens=min(int(eval_tokens), data.val_tokens),
+            test_tokens=min(int(test_tokens), data.test_tokens),
         ),
         optim=dataclasses.replace(optim, warmup=warmup, cooldown=cooldown),
         diagnostics=dataclasses.replace(config.diagnostics, every=every),

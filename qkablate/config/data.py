@@ -7,7 +7,8 @@ from qkablate.config.keys import BIG, LOCAL, Role, data_key, key, keys_by_user
 from qkablate.errors import UserError
 
 TEXT_SOURCES = ("stdlib", "text", "hub")
-PAIR_SOURCES = ("stdlib_pairs", "stdlib_tags", "pairs")  # texts of sources and their targets
+PAIRS_OF_FILES = ("stdlib_pairs", "stdlib_tags")  # each from a file that has many
+PAIR_SOURCES = (*PAIRS_OF_FILES, "pairs")  # texts of sources and their targets
 _HUB = ("hub", "pairs")
 _FILES = ("text", "pairs")
 _COPYING = ("copy", "reverse", "sort")

@@ -1,7 +1,8 @@
 """Panels of the W&B view of a sweep.
 
 The sweep's own W&B run holds the tables `gaps`, `verdicts`, `distances` and `runs`, the page
-`report` and the charts `charts/<name>`, named as in `qkablate report`.
+`report` and the charts `charts/<name>`, named as in `qkablate report`. Runs of translators and
+encoders hold the table `examples`.
 """
 
 from collections.abc import Sequence
@@ -146,8 +147,11 @@ class PanelFactory:
         return panels
 
     def runs(self) -> Sequence[Any]:
+        tables = ["runs"]
+        if any(config.model.form != "decoder" for config in self._configs):
+            tables.append("examples")
         return [
-            self._wr.WeavePanelSummaryTable(table_name="runs"),
+            *(self._wr.WeavePanelSummaryTable(table_name=name) for name in tables),
             self._wr.RunComparer(diff_only="split"),
         ]
 

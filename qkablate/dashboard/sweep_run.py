@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from qkablate.errors import UserError
-from qkablate.tracking.wandb.run import SweepTables
+from qkablate.tracking.wandb.run import LoggedTables
 
 if TYPE_CHECKING:
     from qkablate.analysis.comparison.function_distance import FunctionDistance
@@ -32,17 +32,17 @@ _HTML_HEAD = (
 )
 
 
-def make_sweep_tables(folder: Path, note: Callable[[str], None]) -> SweepTables:
+def make_sweep_tables(folder: Path, note: Callable[[str], None]) -> LoggedTables:
     """Make the tables, charts and page of a sweep; note in a line what is missing."""
     try:
         return _make_tables(folder, note)
     except Exception as error:
         first = (str(error).strip() or type(error).__name__).splitlines()[0]
         note(f"W&B: the table of runs, without gaps, charts and the page: {first}")
-        return SweepTables()
+        return LoggedTables()
 
 
-def _make_tables(folder: Path, note: Callable[[str], None]) -> SweepTables:
+def _make_tables(folder: Path, note: Callable[[str], None]) -> LoggedTables:
     from qkablate.analysis.study.study import read_study
     from qkablate.report import rows
     from qkablate.report.charts import make_charts
@@ -66,7 +66,7 @@ def _make_tables(folder: Path, note: Callable[[str], None]) -> SweepTables:
             note(f"W&B: {error}")
         else:
             pages[f"charts/{chart.name}"] = f"{_HTML_HEAD}{drawn}"
-    return SweepTables(
+    return LoggedTables(
         tables={
             "verdicts": (rows.verdict_columns(section), verdicts),
             "gaps": (GAP_COLUMNS, [list(row.values()) for row in gaps]),

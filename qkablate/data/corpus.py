@@ -3,6 +3,7 @@
 <cache>/<source>-<tokenizer>-<key>/
     train.bin val.bin test.bin   token ids
     val.ends.bin test.ends.bin   end of each document in its split, in tokens
+    val.files.bin test.files.bin number of the file of each, where files have several
     tokenizer.json               description of the tokenizer
     manifest.json                sources, counts, split rule, checksums, fingerprint
 """
@@ -13,59 +14,27 @@ import os
 import shutil
 from collections.abc import Callable, Iterator
 from contextlib import suppress
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, replace
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import numpy as np
 
 from qkablate.config import DataConfig
-from qkablate.config.data import HELD_OUT_SPLITS, PREPARED_SOURCES, SPLITS
+from qkablate.config.data import HELD_OUT_SPLITS, PAIRS_OF_FILES, PREPARED_SOURCES, SPLITS
 from qkablate.data import hub, sources
 from qkablate.data.batches import Batch, RandomWindows, sequential_batches, spread_windows
 from qkablate.data.eval_metrics import EvalMetrics
-from qkablate.data.prepare import open_source, prepare
+from qkablate.data.prepare import CorpusManifest, open_source, prepare, read_manifest
 from qkablate.data.progress import Progress
+from qkablate.data.tokenizers import load_tokenizer
 from qkablate.disk import hash_file, hold_lock, make_folder, read_file, sync_folder, write_synced
 from qkablate.errors import ImpossibleConfig, UserError
-from qkablate.strict_json import from_json, hash_json, parse_json
+from qkablate.strict_json import hash_json, parse_json
 
 FORMAT = 1  # raised when the same text would be prepared into other tokens
 _LAYOUT = 4  # raised when the prepared folder has other files
 MAX_DOCUMENT_GROUPS = 1000
-
-
-@dataclass(frozen=True)
-class CorpusManifest:
-    """Content of manifest.json."""
-
-    fingerprint: str  # of the tokens and the tokenizer, whatever the path of the text
-    format: int
-    tokenizer: str
-    tokenizer_sha256: str
-    sources: dict[str, Any]
-    split: str  # the rule, in words
-    duplicates: int
-    vocabulary: int
-    dtype: Literal["uint8", "uint16", "uint32"]
-    documents: dict[str, int]
-    tokens: dict[str, int]
-    bytes: dict[str, int]
-    sha256: dict[str, str]
-    ends_sha256: dict[str, str]  # of the held-out splits
-    checksum: str = ""
-
-    @property
-    def source_name(self) -> str:
-        """Name of the text, for people."""
-        keys = ("path", "files", "name", "source")
-        return str(next(self.sources[key] for key in keys if self.sources.get(key)))
-
-    def compute_checksum(self) -> str:
-        """Return the hash of all other fields."""
-        content = asdict(self)
-        del content["checksum"]
-        return hash_json(content)
 
 
 class Corpus:
@@ -137,16 +106,25 @@ class Corpus:
         Of very many documents, neighbors are counted as one.
         """
         ends = self.document_ends(split)
-        count = len(ends)
-        if count < 2:
+        if len(ends) < 2:
             return None
-        groups = np.arange(count) * min(count, MAX_DOCUMENT_GROUPS) // count
-        return np.repeat(groups, np.diff(ends, prepend=0))
+        return np.repeat(group_neighbors(len(ends)), np.diff(ends, prepend=0))
 
     def document_ends(self, split: str) -> np.ndarray:
         """Return where each document of a held-out split ends, in tokens."""
-        ends = np.fromfile(self.folder / f"{split}.ends.bin", dtype=np.uint64)
-        return ends.astype(np.int64)
+        return self._read_array(f"{split}.ends.bin")
+
+    def document_files(self, split: str) -> np.ndarray | None:
+        """Return the number of the file of each document of a held-out split, if it is known."""
+        return self._read_array(f"{split}.files.bin") if self.manifest.files_sha256 else None
+
+    def count_files(self) -> dict[str, int]:
+        """Return the number of files of the held-out splits whose files are known."""
+        files = {split: self.document_files(split) for split in HELD_OUT_SPLITS}
+        return {split: len(np.unique(n)) for split, n in files.items() if n is not None}
+
+    def _read_array(self, name: str) -> np.ndarray:
+        return np.fromfile(self.folder / name, dtype=np.uint64).astype(np.int64)
 
     def sample(self, split: str, *, count: int, context: int) -> Batch:
         return spread_windows(self.split(split), count=count, context=context)
@@ -154,11 +132,30 @@ class Corpus:
     def metrics(self, split: str, totals: EvalMetrics) -> dict[str, float]:
         """Return the metrics of an evaluated split."""
         loss = totals.all.mean
-        return {"loss": loss, "bits_per_byte": self.bits_per_byte(split, loss)}
+        # All tokens but the first are predicted. Parts of other splits are spread over them.
+        read = totals.all.count + 1 if split == "test" else None
+        bits = self.bits_per_byte(split, loss, read)
+        return {"loss": loss} if bits is None else {"loss": loss, "bits_per_byte": bits}
 
-    def bits_per_byte(self, split: str, loss: float) -> float:
-        """Convert a loss in nats per token, to compare tokenizers."""
-        return loss / float(np.log(2)) * self.tokens[split] / self.manifest.bytes[split]
+    def bits_per_byte(self, split: str, loss: float, read: int | None = None) -> float | None:
+        """Convert a loss in nats per token of a split, or of its first `read` tokens.
+
+        So tokenizers can be compared. None where the bytes of these tokens are not known, as
+        OpenAI's files are not here.
+        """
+        tokens, size = self.tokens[split], self.manifest.bytes[split]
+        if read is not None and read < tokens:
+            try:
+                token_bytes = load_tokenizer(self.tokenizer).token_bytes
+            except (UserError, ValueError):
+                return None
+            tokens, size = read, int(token_bytes[self.split(split)[:read]].sum())
+        return loss / float(np.log(2)) * tokens / size
+
+
+def group_neighbors(count: int) -> np.ndarray:
+    """Return the group of each of some documents: of very many, neighbors are counted as one."""
+    return np.arange(count) * min(count, MAX_DOCUMENT_GROUPS) // count
 
 
 def open_corpus(config: DataConfig) -> Corpus:
@@ -221,16 +218,10 @@ def prepared_folder(config: DataConfig) -> Path:
         rules.append(config.max_length)
     if config.tokenizer == "words":
         rules.append("distinct")  # sentences that are equal as tokens are left out
+    if config.source in PAIRS_OF_FILES:
+        rules.append("files")  # that the pairs are from
     key = hash_json([rules, content])[:12]
     return cache_dir(config) / f"{config.source}-{config.tokenizer}-{key}"
-
-
-def read_manifest(folder: Path) -> CorpusManifest:
-    """Read manifest.json; ValueError if it is not what `prepare` writes."""
-    manifest = from_json(CorpusManifest, parse_json(read_file(folder / "manifest.json")))
-    if manifest.checksum != manifest.compute_checksum():
-        raise ValueError("the checksum of manifest.json is wrong")
-    return manifest
 
 
 def load_corpus(folder: Path) -> Corpus:
@@ -254,6 +245,11 @@ def load_corpus(folder: Path) -> Corpus:
             ends = corpus.document_ends(split)
             if (np.diff(ends, prepend=0) < 0).any() or ends[-1:].tolist() != [corpus.tokens[split]]:
                 raise ValueError(f"the documents of {split}.ends.bin do not end with its tokens")
+        for split, expected in (manifest.files_sha256 or {}).items():
+            path = folder / f"{split}.files.bin"
+            _verify_sha256(path, expected)
+            if path.stat().st_size != (folder / f"{split}.ends.bin").stat().st_size:
+                raise ValueError(f"{path.name} does not have a number for each document")
     except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
         raise UserError(
             f"data.cache: '{folder}' is damaged ({error}); remove that folder"

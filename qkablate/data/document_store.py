@@ -38,6 +38,7 @@ class DocumentStore:
     def __init__(self, path: Path) -> None:
         self._path = path
         self._ends, self._digests, self._kinds = array("Q", [0]), bytearray(), bytearray()
+        self._part_starts = array("Q")  # of the parts of the source
         self.size = self.duplicates = 0
         self.truncated = False  # the source has more documents than were read
 
@@ -45,6 +46,7 @@ class DocumentStore:
         """Read the documents of a source until the budget is spent."""
         with self._path.open("wb") as file:
             for split, documents in source:
+                self._part_starts.append(self.size)
                 for pieces in documents:
                     digest, tokens = hashlib.sha256(), 0.0
                     for piece in pieces:
@@ -80,6 +82,11 @@ class DocumentStore:
             members = order[kinds[order] == i]
             arranged[kind] = spans[members], digests[members, 0] / 2.0**64
         return arranged
+
+    def find_parts(self, spans: Spans) -> np.ndarray:
+        """Return the number of the part of the source that each document was read from."""
+        starts = np.frombuffer(self._part_starts, dtype=np.uint64).astype(np.int64)
+        return np.searchsorted(starts, spans[:, 0], side="right")
 
     def text(self, spans: Spans) -> Iterator[tuple[bytes, bool]]:
         """Yield the text of documents in pieces, and whether a piece is a document's last."""

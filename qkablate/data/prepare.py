@@ -4,21 +4,17 @@ A published split is kept. Otherwise the split of a document depends on its hash
 documents are split by position, as a single one is.
 """
 
-import hashlib
 import itertools
 import os
-from array import array
-from collections import Counter
 from collections.abc import Iterable, Iterator
-from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 
 from qkablate.config import DataConfig
-from qkablate.config.data import HELD_OUT_SPLITS, PAIR_SOURCES, SPLITS
+from qkablate.config.data import HELD_OUT_SPLITS, PAIR_SOURCES, PAIRS_OF_FILES, SPLITS
 from qkablate.data import bpe, hub, sources, tokenizers
 from qkablate.data.document_store import (
     HELD_OUT_FRACTION,
@@ -32,16 +28,58 @@ from qkablate.data.pairs.sources import SPLIT_RULES, open_pairs
 from qkablate.data.progress import Progress
 from qkablate.data.sources import Source, describe_source
 from qkablate.data.tokenizers import Tokenizer
-from qkablate.disk import write_synced
+from qkablate.data.writer import DOCUMENT_END, SplitWriter
+from qkablate.disk import read_file
 from qkablate.errors import UserError
+from qkablate.strict_json import from_json, hash_json, parse_json
 
-DOCUMENT_END = b"\0"  # the byte of the token that ends each of several documents
 MIN_HASHED_DOCUMENTS = 300  # fewer are not sure to fill splits of 3 %
 MIN_HELD_OUT_DOCUMENTS = 100  # of a full split, where there are as many
 _MIN_EXCERPT_BYTES = 1024
 _MIN_SUBWORD_BYTES = 3  # lower bound of the mean bytes of a subword token in natural text
 BPE_SAMPLE_BYTES = 2**25  # of the training split
-_THREADS = 4
+
+
+@dataclass(frozen=True)
+class CorpusManifest:
+    """Content of manifest.json."""
+
+    fingerprint: str  # of the tokens and the tokenizer, whatever the path of the text
+    format: int
+    tokenizer: str
+    tokenizer_sha256: str
+    sources: dict[str, Any]
+    split: str  # the rule, in words
+    duplicates: int
+    vocabulary: int
+    dtype: Literal["uint8", "uint16", "uint32"]
+    documents: dict[str, int]
+    tokens: dict[str, int]
+    bytes: dict[str, int]
+    sha256: dict[str, str]
+    ends_sha256: dict[str, str]  # of the held-out splits
+    files_sha256: dict[str, str] | None = None  # of the held-out splits; None: not known
+    checksum: str = ""
+
+    @property
+    def source_name(self) -> str:
+        """Name of the text, for people."""
+        keys = ("path", "files", "name", "source")
+        return str(next(self.sources[key] for key in keys if self.sources.get(key)))
+
+    def compute_checksum(self) -> str:
+        """Return the hash of all other fields with a value."""
+        content = {key: value for key, value in asdict(self).items() if value is not None}
+        del content["checksum"]
+        return hash_json(content)
+
+
+def read_manifest(folder: Path) -> CorpusManifest:
+    """Read manifest.json; ValueError if it is not what `prepare` writes."""
+    manifest = from_json(CorpusManifest, parse_json(read_file(folder / "manifest.json")))
+    if manifest.checksum != manifest.compute_checksum():
+        raise ValueError("the checksum of manifest.json is wrong")
+    return manifest
 
 
 def prepare(config: DataConfig, folder: Path, progress: Progress) -> dict[str, Any]:
@@ -57,9 +95,12 @@ def prepare(config: DataConfig, folder: Path, progress: Progress) -> dict[str, A
     closed = is_pairs or any(len(spans) > 1 for spans in splits.values())
     tokenizer = known or _make_tokenizer(config, store, splits, closed, progress)
     progress.stage("writing", store.size)
-    writer = _Writer(
-        *(folder, store, tokenizer, closed, progress, is_pairs, config.max_length),
+    writer = SplitWriter(
+        *(folder, store, tokenizer, closed, progress),
+        is_pairs=is_pairs,
+        has_files=config.source in PAIRS_OF_FILES,
         is_distinct=config.tokenizer == "words",
+        max_length=config.max_length,
     )
     limits = {"train": config.max_tokens, "val": config.val_tokens, "test": config.test_tokens}
     written = {split: writer.write(split, splits[split], limits[split]) for split in SPLITS}
@@ -86,8 +127,10 @@ def prepare(config: DataConfig, folder: Path, progress: Progress) -> dict[str, A
         "vocabulary": tokenizer.vocabulary,
         "dtype": writer.dtype.name,
         "tokenizer": tokenizer.describe(),
-        "ends_sha256": {split: written[split].pop("ends_sha256") for split in HELD_OUT_SPLITS},
-        **{key: {split: written[split][key] for split in SPLITS} for key in written["train"]},
+        **{  # that split has all keys
+            key: {split: written[split][key] for split in SPLITS if key in written[split]}
+            for key in written["test"]
+        },
     }
 
 
@@ -230,99 +273,3 @@ def _first(size: int, texts: Iterable[bytes]) -> Iterator[bytes]:
         size -= len(text)
         if size <= 0:
             return
-
-
-@dataclass
-class _Writer:
-    """Files of tokens, made from documents."""
-
-    folder: Path
-    store: DocumentStore
-    tokenizer: Tokenizer
-    closed: bool  # a token ends each document
-    progress: Progress
-    is_pairs: bool = False  # documents are two sentences, with the byte 0 between them
-    max_length: int | None = None  # of a sentence with its end
-    left_out: int = 0  # longer pairs
-    is_distinct: bool = False  # no source, as tokens, is written twice, in any of the splits
-    repeats: Counter[str] = field(default_factory=Counter)  # left out, by split
-    sources: set[bytes] = field(default_factory=set)  # as tokens, where they are distinct
-    bytes_read: int = 0
-    tokens_written: int = 0
-
-    @property
-    def dtype(self) -> np.dtype:
-        return tokenizers.smallest_dtype(self.tokenizer.vocabulary)
-
-    def write(self, split: str, spans: Spans, limit: int | None) -> dict[str, Any]:
-        """Write at most `limit` tokens of a split; return its entries of the manifest."""
-        digest, tokens, size, ends = hashlib.sha256(), 0, 0, array("Q")
-        is_left_out = False  # the pair that this piece is of
-        with (self.folder / f"{split}.bin").open("wb") as file:
-            for text, ids, last in self._encode_pieces(self.store.text(spans)):
-                is_left_out = is_left_out or self._is_longer(ids, last)
-                if is_left_out:
-                    self.left_out += last
-                    is_left_out = not last
-                    continue
-                if self.is_distinct and self._is_repeat(ids):
-                    self.repeats[split] += 1
-                    continue
-                kept = ids[: None if limit is None else limit - tokens].astype(self.dtype)
-                file.write(kept.data)
-                digest.update(kept.data)
-                tokens += len(kept)
-                size += int(self.tokenizer.token_bytes[kept].sum())
-                self.bytes_read += len(text)
-                self.tokens_written += len(kept)
-                self.progress.update(self.bytes_read, f"{self.tokens_written / 1e6:,.1f} M tokens")
-                full = tokens == limit
-                if last or full:
-                    ends.append(tokens)
-                if full:
-                    break
-            file.flush()
-            os.fsync(file.fileno())
-        written: dict[str, Any] = {"documents": len(ends), "tokens": tokens, "bytes": size}
-        written["sha256"] = digest.hexdigest()
-        if split in HELD_OUT_SPLITS:
-            write_synced(self.folder / f"{split}.ends.bin", ends.tobytes())
-            written["ends_sha256"] = hashlib.sha256(ends).hexdigest()
-        return written
-
-    def _encode_pieces(
-        self, pieces: Iterator[tuple[bytes, bool]]
-    ) -> Iterator[tuple[bytes, np.ndarray, bool]]:
-        """Yield pieces with their tokens, in order; tiktoken encodes several in parallel."""
-        with ThreadPoolExecutor(_THREADS) as pool:
-            at_once = 1  # the split may be full soon
-            while batch := list(itertools.islice(pieces, at_once)):
-                yield from pool.map(self._encode, batch)
-                at_once = min(2 * at_once, 64)
-
-    def _encode(self, piece: tuple[bytes, bool]) -> tuple[bytes, np.ndarray, bool]:
-        text, last = piece
-        source, *targets = text.split(DOCUMENT_END) if self.is_pairs else [text]
-        ids = self.tokenizer.encode(source)
-        for target in targets:
-            ids = np.concatenate([self._close(ids), self.tokenizer.encode(target)])
-        return text, self._close(ids) if last and self.closed else ids, last
-
-    def _is_longer(self, ids: np.ndarray, is_whole: bool) -> bool:
-        """Return whether a source, or a target with its end, has too many tokens."""
-        if self.max_length is None or not is_whole:  # what comes in pieces is far longer
-            return self.max_length is not None
-        source, target = np.diff(np.flatnonzero(ids == self.tokenizer.end), prepend=-1)
-        return bool(source - 1 > self.max_length or target > self.max_length)
-
-    def _is_repeat(self, ids: np.ndarray) -> bool:
-        """Return whether a pair with this source, as tokens, was here before."""
-        source = ids[: np.argmax(ids == self.tokenizer.end)].tobytes()
-        is_repeat = source in self.sources
-        self.sources.add(source)
-        return is_repeat
-
-    def _close(self, ids: np.ndarray) -> np.ndarray:
-        """Return the tokens of a document, or a sentence, with its end."""
-        assert self.tokenizer.end is not None
-        return np.append(ids, np.array(self.tokenizer.end, dtype=ids.dtype))

@@ -10,6 +10,7 @@ from qkablate.analysis.claims.judgement import Judgement
 from qkablate.analysis.comparison.gaps import Family, find_families
 from qkablate.analysis.comparison.head_metrics import MEASURES, HeadMetrics, read_head_metrics
 from qkablate.analysis.comparison.summary import StudySummary, describe_study
+from qkablate.analysis.scaling.compute_gain import GridFit, fit_grids
 from qkablate.analysis.study.attention_maps import ArmAttention, read_arm_attention
 from qkablate.analysis.study.loss_curves import TRAIN, VAL
 from qkablate.analysis.study.study import Entry, Study
@@ -33,11 +34,16 @@ class Section:
 
     @cached_property
     def summary(self) -> StudySummary:
-        return describe_study(self.study, self.milliseconds, self.margin, self.families)
+        scaling = [fit.summary for fit in self.grid_fits]
+        return describe_study(self.study, self.milliseconds, self.margin, self.families, scaling)
 
     @cached_property
     def families(self) -> list[Family]:
         return find_families(self.study)
+
+    @cached_property
+    def grid_fits(self) -> list[GridFit]:
+        return fit_grids(self.families)
 
     @cached_property
     def styles(self) -> dict[str, Style]:

@@ -1,4 +1,6 @@
-"""Test loss of a run by document of the text: sums and counts, small enough for any run.
+"""Test loss of a run by document: sums and counts, small enough for any run.
+
+Of pairs and tags a document is a file, or the pair itself where no files are known.
 
 With them, the uncertainty of a gap that the choice of the documents causes can be estimated.
 Imports no torch.

@@ -24,6 +24,7 @@ from qkablate.training.distributed.broadcast import broadcast
 from qkablate.training.distributed.ranks import SINGLE_PROCESS, Ranks
 from qkablate.training.loop import Diverged, Interrupted, Trainer
 from qkablate.training.recorders.branches import write_branch
+from qkablate.training.recorders.examples import make_example_tables
 from qkablate.training.resolve import RunPlan, plan_run
 from qkablate.training.signals import Signals, Stopped
 from qkablate.training.warm_start.branch import start_from_branch
@@ -165,6 +166,11 @@ def _train_session(
                 ranks=ranks,
             )
             content |= _train(plan, trainer)
+            is_whole = not ranks.has_sharded_weights(plan.config)
+            if wandb_run.is_on and content["status"] == "done" and is_whole:
+                tables = make_example_tables(plan, trainer.model, terminal.note)
+                if tables is not None:
+                    wandb_run.log_tables(tables, trainer.progress.step)
         except Interrupted:
             terminal.note("stopped; run again, it resumes from here")
             raise Stopped(signals.received) from None

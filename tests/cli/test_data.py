@@ -165,7 +165,9 @@ def test_repeats_of_tagged_sentences_are_counted(qkablate, tagged, tmp_path):
         with (tmp_path / f"{i}.py").open("a") as file:
             file.writelines(f"k(rare_{i}_{n})\n" for n in range(3))  # unknown in val and test
     qkablate("data", "prepare", *tagged)
-    split = json.loads(qkablate("data", "info", *tagged, "--json").out)["split"]
+    info = json.loads(qkablate("data", "info", *tagged, "--json").out)
+    split, files = info["split"], info["files"]
+    assert all(info["documents"][split] // 3 <= n <= 12 for split, n in files.items())
     repeats = "; repeats of a sentence, with rare words as <unknown>, are left out: "
     assert re.search(repeats + r"\d+ of val, \d+ of test$", split)
 

@@ -413,3 +413,12 @@ def test_proposed_margin_can_be_shown(qkablate, sweep, monkeypatch, detectable, 
     )
     commands = [line for line in qkablate("results").out.splitlines() if "--margin" in line]
     assert [line.partition("--margin ")[2] for line in commands] == [proposed] * bool(proposed)
+
+
+def test_scaling_is_refused_without_a_grid(qkablate, outputs):
+    done = qkablate("results", "--scaling")
+    assert (done.code, done.out) == (2, "")
+    assert "has no arm beside a baseline at several sizes and lengths of training" in done.err
+    done = qkablate("results", "--scaling", "--all")
+    assert (done.code, done.out) == (2, "")
+    assert "--scaling: --all, --times and the other formats show it already" in done.err

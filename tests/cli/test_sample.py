@@ -169,7 +169,8 @@ def test_source_is_translated(qkablate, translator, words, search):
         (["source=s1 s99 x"], "source: 's99', 'x' are not known to data=reverse (allowed: s0, s1,"),
         (["source=s1 s99"], "'s99' is not known to data=reverse (allowed: s0, s1, …, s15, ·, >)"),
         (["source=" + "s1 " * 9], "source: it has 9 tokens, and model.source=8 of this run"),
-        ([], "source: a run with model.form=encoder_decoder translates; give source=TEXT"),
+        ([], "source: a run with model.form=encoder_decoder translates; give source=TEXT or --spl"),
+        (["text=s1"], "text: only a run with model.form=encoder answers a text, and this one has"),
         (["prompt=a"], "source: a run with model.form=encoder_decoder translates"),
     ],
 )
@@ -186,9 +187,12 @@ def test_runs_without_a_translator(qkablate, sample, tmp_path):
     run = str(train_task(tmp_path, "model=nano_encoder", "model.context=8"))
     done = qkablate("sample", run, "source=s1")
     assert (done.code, done.out, done.err.count("\n")) == (2, "", 1)
-    assert "it has model.form=encoder, and only encoder_decoder does\n" in done.err
-    done = qkablate("sample", run)
-    assert done.err == "qkablate: a run with model.form=encoder generates no text\n"
+    assert "it has model.form=encoder, and only encoder_decoder does; give text=TEXT\n" in done.err
+    line = "a run with model.form=encoder generates no text; give text=TEXT or --split test"
+    assert_refused(qkablate("sample", run), line)
+    assert_refused(qkablate("sample", run, "--split", "test", "--beam", "2"), "--beam: only a tr")
+    done = sample("text=the cat")
+    assert_refused(done, "this one has model.form=decoder; give prompt=TEXT")
 
 
 @pytest.fixture(scope="module")
@@ -251,6 +255,21 @@ def test_split_of_a_task_is_translated(qkablate, translator):
     assert re.fullmatch(r"\S+, step 2: test, greedy, 8 pairs: exact match \d+.\d%\n", done.err)
 
 
+def test_examples_of_a_split_are_shown(qkablate, of_pairs):
+    run, cache = of_pairs
+    done = qkablate("sample", str(run), "--split", "test", "--show", "9", cache)
+    assert done.code == 0
+    lines = qkablate("sample", str(run), "--split", "test", cache).out.splitlines()
+    blocks = done.out.split("\n\n")
+    assert len(blocks) == len(lines) == 2  # the split has no more
+    for block, line in zip(blocks, lines, strict=True):
+        head, source, target, output = block.splitlines()
+        assert re.fullmatch(r"test \d: wrong, \d\.\d{4} nats per token", head)
+        assert source.removeprefix("  source   ")[::-1] == target.removeprefix("  target   ")
+        assert output.removeprefix("  output").strip() == line
+    assert "exact match 0.0%" in done.err
+
+
 def test_split_needs_the_data(qkablate, of_pairs, tmp_path):
     done = qkablate("sample", str(of_pairs[0]), "--split", "test", f"data.cache={tmp_path}/none")
     assert (done.code, done.out, done.err.count("\n")) == (2, "", 1)
@@ -263,7 +282,7 @@ MISTAKES = [
     (["a", "promt=x"], "promt: there is no such key (nearest: prompt)"),
     (["a", "variant.fil=x"], "variant.fil: there is no such key (nearest: variant.file)"),
     (["a", "=x"], "there is no such key"),
-    (["a", "--promt"], "'--promt' is not one of --beam, --help, --split, -h"),
+    (["a", "--promt"], "'--promt' is not one of --beam, --help, --show, --split, -h"),
     (["a", "--prompt", "x"], "a key is written without dashes: prompt=VALUE"),
     (["a", "--hlep"], "(nearest: --help)"),
     (["a", "--help=1"], "--help takes no value"),
@@ -281,11 +300,18 @@ MISTAKES = [
     (["a", "source="], "source: is empty; give the text to translate"),
     (["a", "source= \t"], "source: is empty; give the text to translate"),
     (["a", "source=\udcff"], "source: it is not UTF-8 text"),
-    (["a", "source=x", "top_k=2"], "top_k: a translation has none; leave out top_k or source"),
-    (["a", "source=x", "prompt=y"], "prompt: a translation has none"),
+    (["a", "text= "], "text: is empty; give the text to answer"),
+    (["a", "text=\udcff"], "text: it is not UTF-8 text"),
+    (["a", "source=x", "top_k=2"], "top_k: only generated text has one; leave out top_k or source"),
+    (["a", "source=x", "prompt=y"], "prompt: only generated text has one"),
+    (["a", "text=x", "seed=1"], "seed: only generated text has one; leave out seed or text"),
+    (["a", "text=x", "source=y"], "text: a source is given; leave out text or source"),
+    (["a", "text=x", "--split", "val"], "--split: a text is given; leave out --split or text"),
+    (["a", "text=x", "--beam", "2"], "--beam: only a translation has one; give source=TEXT"),
+    (["a", "source=x", "--show", "2"], "--show: only --split has examples; give --split test"),
     (["a", "source=x", "--beam", "0"], "--beam: '0' is not a whole number from 1 to 1000"),
     (["a", "source=x", "--split", "val"], "--split: a source is given"),
-    (["a", "seed=1", "--split", "val"], "seed: a translation has none; leave out seed or --split"),
+    (["a", "seed=1", "--split", "val"], "seed: only generated text has one; leave out seed or --"),
     (["a", "--split", "train"], "--split: 'train' is not one of val, test"),
     (["a", "source=x", "data.cache=y"], "data.cache: only --split reads data"),
     (["a", "--beam", "2"], "--beam: only a translation has one; give source=TEXT"),
@@ -414,23 +440,9 @@ def test_completion(qkablate, trained, monkeypatch):
     for shell, line, found in [
         ("bash", "qkablate sa", ["sample"]),
         ("bash", "qkablate sample merg", [trained.name]),
-        ("zsh", "qkablate sample x te", ["temperature="]),
-        ("fish", "qkablate sample x t", ["tokens=", "temperature=", "top_k="]),
+        ("zsh", "qkablate sample x tem", ["temperature="]),
+        ("fish", "qkablate sample x t", ["text=", "tokens=", "temperature=", "top_k="]),
         ("fish", "qkablate sample x nope", []),
     ]:
         monkeypatch.setenv("COMP_LINE", line)
         assert qkablate("-sc", f"query={shell}").out.split() == found
-
-
-def test_encoder_generates_no_text(qkablate):
-    words = (
-        "model.d_model=16",
-        "model.heads=2",
-        "train.steps=2",
-        "data.val_tokens=512",
-        "threads=1",
-    )
-    trained = qkablate("train", "model=nano_encoder", "data=reverse", *words, "out=encoders")
-    assert trained.code == 0, trained.err
-    done = qkablate("sample", "standard", "out=encoders")
-    assert_refused(done, "a run with model.form=encoder generates no text")

@@ -78,6 +78,54 @@ def server(monkeypatch):
         yield fake
 
 
+ENCODERS = """
+import sys
+from pathlib import Path
+from qkablate.cli import main
+from qkablate.data import sources
+
+folder = Path(sys.argv[1])
+folder.mkdir()
+files = [folder / f"{i}.py" for i in range(60)]
+for i, file in enumerate(files):
+    file.write_text(f"call(x, {'+' * i}y)\\n")
+sources.find_files = lambda _: files
+words = ["train", "model=nano_encoder", "model.context=80", "model.layers=1", "train.steps=2"]
+words += ["train.batch_size=2", "tracking.wandb=offline", "threads=1", f"out={folder}"]
+words += [f"data.cache={folder}/cache"]
+masked = ["data=text", "data.objective=mlm", f"data.path={folder}/*.py"]
+for kind in (masked, ["data=stdlib_tags", "data.vocab_size=257"]):
+    try:
+        main([*words, *kind])
+    except SystemExit as end:
+        assert end.code == 0
+"""
+
+
+@pytest.mark.slow
+def test_runs_of_encoders_arrive_with_their_examples(server, qkablate, monkeypatch, tmp_path):
+    """One is trained on masked text, and one on tags, in one process."""
+    monkeypatch.setenv("WANDB_API_KEY", KEY)
+    out = record(tmp_path / "encoders", ENCODERS)
+    done = qkablate("sync", f"out={out}")
+    assert done.code == 0, done.err
+    folders = [*(out / "runs").iterdir()]
+    assert len(folders) == len(server.runs) == 2
+    sources = set()
+    for folder in folders:
+        result = json.loads((folder / "result.json").read_text())
+        run = server.runs[f"{result['id']}-1"]
+        assert run.complete
+        assert run.summary["final/test_accuracy"] == result["accuracy"]["test"]
+        assert run.config["model"]["form"] == "encoder"
+        (table,) = (row["examples"] for row in run.rows if "examples" in row)
+        content = json.loads(run.files[table["path"]])
+        assert content["columns"] == ["text", "answers", "output", "accuracy", "nats_per_token"]
+        assert "▒" in content["data"][0][0] or "x/argument" in content["data"][0][1]
+        sources.add(run.config["data"]["source"])
+    assert sources == {"text", "stdlib_tags"}
+
+
 def steps(server, run):
     return [row["step"] for row in server.runs[run].rows]
 

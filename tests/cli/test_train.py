@@ -1,8 +1,12 @@
 """`qkablate train`: what stands around the run."""
 
+import re
+
 import pytest
 
 from qkablate.cli.train import find_config_flags
+from qkablate.data import corpus
+from qkablate.errors import UserError
 
 
 @pytest.mark.parametrize(
@@ -26,3 +30,16 @@ def test_a_short_run_says_of_how_many_tokens_its_losses_are(qkablate, tiny):
     whole = qkablate("train", *tiny, "train.eval_tokens=all", "seed=1").out
     assert "loss" in whole
     assert "val and train of" not in whole
+
+
+def test_bits_per_byte_that_are_not_known_are_left_out(qkablate, tiny, monkeypatch):
+    """Those of a part of the test split need the files of its tokenizer."""
+    words = [*tiny, "train.test_tokens=32"]
+    assert re.search(r"bits +val [\d.]+   test [\d.]+   per byte", qkablate("train", *words).out)
+
+    def load(_):
+        raise UserError("the files of 'gpt2' are not cached")
+
+    monkeypatch.setattr(corpus, "load_tokenizer", load)
+    done = qkablate("train", *words, "seed=1")
+    assert re.search(r"bits +val [\d.]+   per byte", done.out)

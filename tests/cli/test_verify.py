@@ -6,7 +6,9 @@ import textwrap
 
 import pytest
 
+from qkablate.cli import main
 from qkablate.config import variants
+from qkablate.data import sources
 
 SMALL = ("model.d_model=16", "model.heads=4", "model.context=12")
 WRONG = """
@@ -132,6 +134,41 @@ def test_sites_are_checked_as_what_they_are(qkablate):
     one = qkablate("verify", "variant=no_k", "variant.sites=cross", *TRANSLATOR)
     assert one.out.split()[:3] == ["variant", "site", "check"]
     assert {*re.findall(r"no_k_cross +(\w+)", one.out)} == {"cross"}
+
+
+@pytest.fixture(scope="module")
+def runs_of_encoders(tmp_path_factory):
+    """Return the folder of runs of an encoder on masked text, and of one that tags."""
+    folder = tmp_path_factory.mktemp("encoders")
+    files = [folder / f"{i}.py" for i in range(60)]
+    for i, file in enumerate(files):
+        file.write_text(f"call(x, {'+' * i}y)\n")
+    words = ["train", "model=nano_encoder", "model.layers=2", "model.d_model=16", "train.steps=2"]
+    words += ["train.batch_size=2", "tracking.wandb=disabled", "threads=1", "model.context=80"]
+    words += ["variant=merged_w", f"data.cache={folder}/cache"]
+    kinds = [["data=text", "data.objective=mlm", f"data.path={folder}/*.py", f"out={folder}/mlm"]]
+    kinds += [["data=stdlib_tags", "data.vocab_size=257", f"out={folder}/tags"]]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(sources, "find_files", lambda _: files)
+        for kind in kinds:
+            with pytest.raises(SystemExit) as exit_:
+                main([*words, *kind])
+            assert exit_.value.code == 0
+    return folder
+
+
+@pytest.mark.parametrize("kind", ["mlm", "tags"])
+def test_runs_of_encoders_hold(qkablate, runs_of_encoders, kind):
+    """On masked text and on tagged sentences, whose sources are padded."""
+    (run,) = (runs_of_encoders / kind / "runs").iterdir()
+    done = qkablate("verify", str(run), "--json")
+    lines = json.loads(done.out)
+    assert done.code == 0
+    assert {line["site"] for line in lines} == {"encoder"}
+    assert {"B_h", "sees all"} <= {line["check"] for line in lines}
+    assert all(line["holds"] for line in lines)
+    printed = qkablate("verify", str(run))
+    assert printed.out.endswith(f"  qkablate sample {run} --split test --show 5\n")
 
 
 def test_table(qkablate):

@@ -138,6 +138,12 @@ def test_tables_and_charts_come_from_the_sweep_run(spec):
     assert tables == ["gaps", "verdicts", "distances", "runs"]
 
 
+def test_examples_of_encoders_are_shown_with_the_runs(spec):
+    shown = [panel["config"] for panel in panels(spec(*MASKED), "Runs")]
+    assert sum("examples" in str(config) for config in shown) == 1
+    assert not any("examples" in str(panel["config"]) for panel in panels(spec(), "Runs"))
+
+
 @pytest.mark.parametrize(
     ("circuit", "measures"),
     [

@@ -17,9 +17,19 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from qkablate.config import DataConfig, ModelConfig
-from qkablate.data import IGNORE, corpus, document_store, open_data, prepare, sources, tokenizers
+from qkablate.data import (
+    IGNORE,
+    EvalMetrics,
+    corpus,
+    document_store,
+    open_data,
+    prepare,
+    sources,
+    tokenizers,
+)
 from qkablate.data.corpus import open_corpus
 from qkablate.errors import UserError
+from qkablate.strict_json import hash_json
 
 SPLITS = ("train", "val", "test")
 
@@ -338,6 +348,42 @@ def test_bits_per_byte_are_comparable_across_tokenizers(tmp_path, cache):
     assert bpe.manifest.dtype == "uint16"
 
 
+def test_bits_per_byte_of_a_part_are_of_the_bytes_that_were_read(tmp_path, cache):
+    path = tmp_path / "a.txt"
+    path.write_text("a" * 2000 + "∑" * 60 + "b" * 40, encoding="utf-8")  # 60 × 3 + 40 bytes
+    config = DataConfig(source="text", path=str(path), cache=cache, tokenizer="chars")
+    chars = open_corpus(config)
+
+    def measure(limit):
+        totals = EvalMetrics()
+        for batch in chars.split_batches("test", batch_size=2, context=8, limit=limit):
+            count = int((batch.targets_NA != IGNORE).sum())
+            totals.add_loss(float(np.log(2)) * count, count)
+        return chars.metrics("test", totals)["bits_per_byte"]
+
+    text_ = text(chars, "test").decode()
+    assert len({*text_}) == 2
+    for limit in (10, 50, len(text_) - 1, len(text_), 10**6):
+        part = text_[:limit]
+        assert measure(limit) == pytest.approx(len(part) / len(part.encode()))
+    assert measure(None) == chars.bits_per_byte("test", float(np.log(2)))
+    assert measure(10) == pytest.approx(1 / 3)
+
+
+def test_bits_per_byte_of_a_part_need_the_files_of_the_tokenizer(folder, cache, monkeypatch):
+    prepared = open_corpus(DataConfig(source="text", path=str(folder), cache=cache))
+
+    def load(_):
+        raise UserError("the files of 'gpt2' are not cached")
+
+    monkeypatch.setattr(corpus, "load_tokenizer", load)
+    count = prepared.tokens["test"] - 1
+    for answers, known in ((count, {"loss", "bits_per_byte"}), (count - 1, {"loss"})):
+        totals = EvalMetrics()
+        totals.add_loss(1.0, answers)
+        assert {*prepared.metrics("test", totals)} == known
+
+
 def test_changed_text_is_prepared_again(tmp_path, cache):
     path = tmp_path / "a.txt"
     config = DataConfig(source="text", path=str(path), cache=cache)
@@ -365,6 +411,19 @@ def test_manifest_describes_the_corpus(folder, cache):
     }
 
 
+def test_text_prepared_before_files_were_recorded_is_read(folder, cache):
+    config = DataConfig(source="text", path=str(folder), cache=cache)
+    prepared = open_corpus(config)
+    path = prepared.folder / "manifest.json"
+    manifest = json.loads(path.read_text())
+    del manifest["files_sha256"]
+    own = hash_json({key: value for key, value in manifest.items() if key != "checksum"})
+    assert manifest["checksum"] == own
+    path.write_text(json.dumps(manifest))
+    assert open_corpus(config).manifest == prepared.manifest
+    assert prepared.document_files("test") is None
+
+
 @pytest.mark.slow
 def test_tokens_do_not_depend_on_threads_or_hash_seed(folder, cache, monkeypatch, tmp_path):
     """Processes differ in string hashes and numbers of threads."""
@@ -372,8 +431,8 @@ def test_tokens_do_not_depend_on_threads_or_hash_seed(folder, cache, monkeypatch
     found = set()
     for number, threads in enumerate((1, 2, 7)):
         code = (
-            "import sys; from qkablate.data import prepare; from qkablate.cli import main;"
-            f"prepare._THREADS = {threads}; main(sys.argv[1:])"
+            "import sys; from qkablate.data import writer; from qkablate.cli import main;"
+            f"writer.THREADS = {threads}; main(sys.argv[1:])"
         )
         own = [*words, f"data.cache={tmp_path / str(number)}"]
         run = [sys.executable, "-c", code, "data"]

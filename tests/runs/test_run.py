@@ -85,6 +85,17 @@ def test_runs_that_read_the_whole_test_split_keep_the_ids_of_earlier_ones(train,
     assert id_of(Config(train=plain)) == id_of(Config(train=other))
 
 
+def test_sizes_of_readings_of_whole_splits_have_one_id():
+    whole = {
+        id_of(Config(train=TrainConfig(eval_tokens=val, test_tokens=test)))
+        for val in ("all", 65_536, 65_537, 10**9)
+        for test in ("auto", "all", 65_536, 65_537, 10**9)
+    }
+    assert len(whole) == 1
+    part = Config(train=TrainConfig(eval_tokens=65_535))
+    assert id_of(part) not in whole
+
+
 @pytest.mark.parametrize(
     ("source", "grad_accum", "is_same"),
     [("stdlib", 4, True), ("recall", 1, True), ("recall", 4, False), ("stdlib_pairs", 4, False)],

@@ -46,7 +46,7 @@ def _moments() -> dict[str, tuple[int, list[tuple[Any, str]]]]:
 
     from qkablate.api import train as api_train
     from qkablate.cli import sweep, train
-    from qkablate.data import corpus, document_store
+    from qkablate.data import corpus, document_store, writer
     from qkablate.data import prepare as preparing
     from qkablate.runs import attention_map, lease, predictions, records, tensor_file
     from qkablate.sweeps.planning import manifest
@@ -67,7 +67,11 @@ def _moments() -> dict[str, tuple[int, list[tuple[Any, str]]]]:
                     (corpus, "load_corpus"),
                     (document_store.DocumentStore, "fill"),
                 ),
-                *((preparing, "_divide"), (preparing._Writer, "write"), (corpus, "_verify_sha256")),
+                *(
+                    (preparing, "_divide"),
+                    (writer.SplitWriter, "write"),
+                    (corpus, "_verify_sha256"),
+                ),
             ],
         ),
         "lease": (4, [(lease, "_create"), (lease, "_remove_old"), (lease.Lease, "release")]),

@@ -11,6 +11,7 @@ import pytest
 import safetensors.torch
 import torch
 
+from qkablate.data import sources
 from tests.training.helpers import (
     assert_identical,
     count_rows,
@@ -104,11 +105,41 @@ def test_stopping_at_any_check_resumes_bit_identically(
 
 TRANSLATOR = ("model=nano_translator", "data=reverse", "variant=merged_w", "variant.sites=cross")
 MASKED = ("model=nano_encoder", "data=text", "data.path=corpus.txt", "data.objective=mlm")
+TAGGED = (
+    *("model=nano_encoder", "model.context=16", "data=stdlib_tags"),
+    *("data.vocab_size=257", "data.cache=cache"),
+)
+PADDED_PAIRS = (
+    *("model=nano_translator", "model.encoder_d_model=16", "train.grad_accum=2", "data=pairs"),
+    *("data.path=pairs.tsv", "data.source_field=a", "data.target_field=b", "data.cache=cache"),
+)
+FORMS = {
+    "translator": TRANSLATOR,
+    "translator of padded pairs with a narrow encoder": PADDED_PAIRS,
+    "masked text": MASKED,
+    "tags": TAGGED,
+}
 
 
-@pytest.mark.parametrize("kind", [TRANSLATOR, MASKED], ids=["translator", "masked text"])
+def write_data_of_other_forms(folder, monkeypatch):
+    """Write pairs of different lengths, and sources in place of the standard library's."""
+    lines = [f"{i}{'a' * (i % 7)}\t{'b' * (i % 5)}{i}\n" for i in range(60)]
+    (folder / "pairs.tsv").write_text("".join(["a\tb\n", *lines]))
+    files = [folder / f"{i}.py" for i in range(60)]
+    for i, file in enumerate(files):
+        signs = f"{i:06b}".replace("0", "+").replace("1", "-")  # no two files are equal
+        file.write_text(f"f(x, {signs}name_{i})\nrows = {signs}x + y[{i}]\n")
+    real = sources.find_files
+    monkeypatch.setattr(
+        *(sources, "find_files"),
+        lambda config: files if config.source == "stdlib_tags" else real(config),
+    )
+
+
+@pytest.mark.parametrize("kind", FORMS.values(), ids=FORMS)
 def test_other_forms_resume_bit_identically(qkablate, text, tmp_path, monkeypatch, kind):
     """Stopped before the first checkpoint, between two, and in the final evaluation."""
+    write_data_of_other_forms(tmp_path, monkeypatch)
     words = [
         *kind,
         *("model.layers=1", "model.d_model=32", "model.heads=2", "model.dropout=0.1"),

@@ -11,7 +11,7 @@ from typing import Any
 from qkablate.analysis.claims.measures import MEASURES, Measure
 from qkablate.analysis.comparison.audit import is_annealed
 from qkablate.analysis.comparison.ranking import AXES
-from qkablate.analysis.comparison.scaling import MIN_POINTS
+from qkablate.analysis.scaling.series import MIN_POINTS
 from qkablate.config import Role, flatten
 from qkablate.config.sweep import as_word, control_name
 from qkablate.config.variant import is_standard_attention
@@ -19,7 +19,8 @@ from qkablate.errors import UserError
 from qkablate.sweeps.planning.floors import is_floor
 from qkablate.sweeps.planning.manifest import Arm
 
-HORIZONS = ("longest", "each", "growth")
+HORIZONS = ("longest", "each", "growth", "asymptote")
+OVER_LENGTHS = ("growth", "asymptote")  # measured over several lengths at once
 TEXT = "text"  # the data of the grid; other names of `data` are tasks of the scale
 # Keys that change no number: not part of a claim.
 NON_CLAIM_KEYS = Role.LOCAL | Role.ONE_PER_SWEEP | Role.LAUNCH
@@ -37,7 +38,7 @@ class PartSpec:
     against: Selector
     of: str  # one of MEASURES
     axis: str  # what is equal: tokens, params, flops
-    horizon: str  # longest, each: of the lengths of training; growth: the gap's change with them
+    horizon: str  # longest, each; over the lengths of training: growth, asymptote of the gap
     adjust: str = "mlp"  # the size that pays for an equal number of parameters or FLOPs
     data: tuple[str, ...] = (TEXT,)  # the data of the grid, tasks of the scale
     than: Selector | None = None  # settings of both arms in a comparison that is subtracted
@@ -103,13 +104,13 @@ class Claim:
 
 @dataclass(frozen=True)
 class Comparison:
-    """The arm and its opponent that a part compares; for growth, a pair per training length."""
+    """The arm and its opponent that a part compares; over lengths, a pair for each of them."""
 
     part: str
     spec: PartSpec
     name: str
     world: str  # the data or the task
-    pairs: list[tuple[str, str]]  # arm and its opponent; several for growth
+    pairs: list[tuple[str, str]]  # arm and its opponent; several over lengths
     than: tuple[str, str] | None = None  # the pair whose cost is subtracted
 
 
@@ -147,8 +148,8 @@ def _find_comparisons_in(
         title = " ".join([part, *([f"on {world}"] if len(spec.data) > 1 else []), *words])
         groups.setdefault(title, []).append((arm, other))
     for title, group in groups.items():
-        if spec.horizon == "growth":
-            _check_growth(part, group)
+        if spec.horizon in OVER_LENGTHS:
+            _check_lengths(part, spec.horizon, group)
             names = [(arm.name, other.name) for arm, other in group]
             yield Comparison(part, spec, title, world, names)
             continue
@@ -185,16 +186,16 @@ def _no_pair(part: str, spec: PartSpec) -> UserError:
     return UserError(f"parts.{part}: the grid has no {sides} at equal {spec.axis}")
 
 
-def _check_growth(part: str, group: list[tuple[Arm, Arm]]) -> None:
+def _check_lengths(part: str, horizon: str, group: list[tuple[Arm, Arm]]) -> None:
     if len({arm.tokens for arm, _ in group}) < MIN_POINTS:
         raise UserError(
-            f"parts.{part}: growth is measured over {MIN_POINTS} lengths of training or more"
+            f"parts.{part}: {horizon} is measured over {MIN_POINTS} lengths of training or more"
         )
     for arm in itertools.chain(*group):
         if not is_annealed(arm.config.optim):
             raise UserError(
-                f"parts.{part}: growth needs whole schedules, and the learning rate of {arm.name}"
-                " is not annealed"
+                f"parts.{part}: {horizon} needs whole schedules, and the learning rate of"
+                f" {arm.name} is not annealed"
             )
 
 

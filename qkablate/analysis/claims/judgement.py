@@ -5,7 +5,7 @@ import math
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
-from qkablate.analysis.claims.claim import Claim, Comparison, find_comparisons
+from qkablate.analysis.claims.claim import OVER_LENGTHS, Claim, Comparison, find_comparisons
 from qkablate.analysis.claims.measures import Unit
 from qkablate.analysis.claims.registry import edits_since, find_registrations
 from qkablate.analysis.claims.verdict import (
@@ -29,9 +29,10 @@ from qkablate.analysis.comparison.curves import slope_weights
 from qkablate.analysis.comparison.decision import Verdict
 from qkablate.analysis.comparison.gaps import Gap, is_sensitive, measure_gap
 from qkablate.analysis.comparison.lr_curves import LrCurve, find_lr_curves
-from qkablate.analysis.comparison.scaling import fit_growth
 from qkablate.analysis.left_behind import measure_risks
-from qkablate.analysis.stats import ALPHA, Interval
+from qkablate.analysis.scaling.asymptote import fit_asymptote
+from qkablate.analysis.scaling.series import fit_growth
+from qkablate.analysis.stats import ALPHA, Interval, Sample
 from qkablate.analysis.study.study import Entry, Study, read_study
 from qkablate.errors import UserError
 from qkablate.sweeps.planning.manifest import Manifest
@@ -193,8 +194,8 @@ def _audit_part(
     comparison: Comparison, gaps: list[Gap], curves: dict[str, LrCurve], entries: dict[str, Entry]
 ) -> list[AuditCheck]:
     spec, measure = comparison.spec, comparison.spec.measure
-    # Growth is in nats per doubling, and has no margin at a single length.
-    has_margin = spec.horizon != "growth" and measure.unit is Unit.NATS
+    # Growth is in nats per doubling, and an asymptote at no length that was trained.
+    has_margin = spec.horizon not in OVER_LENGTHS and measure.unit is Unit.NATS
     margin = spec.margin if has_margin else None
     audits = []
     for gap in gaps:
@@ -255,20 +256,24 @@ def _make_part(comparison: Comparison, gaps: list[Gap], solo: Mapping[str, list[
         lowering=lowering,
         is_sensitive=all(is_sensitive(measure.lead(g), margin) for g in gaps),
     )
-    return _with_growth(part, gaps) if spec.horizon == "growth" else part
+    return _over_lengths(part, spec.horizon, gaps) if spec.horizon in OVER_LENGTHS else part
 
 
-def _with_growth(part: Part, gaps: list[Gap]) -> Part:
-    """Return the part, tested on the growth of the gap over several lengths of training."""
+def _over_lengths(part: Part, horizon: str, gaps: list[Gap]) -> Part:
+    """Return the part, tested on the growth or the asymptote of the gap over several lengths."""
     # A diverged run tilts the line up or down, depending on its place in it.
     diverged = any(gap.arm_diverged or gap.baseline_diverged for gap in gaps)
     tokens = [gap.arm.tokens for gap in gaps]
     # A failure tilts the line most at the longest training.
-    weight = float(max(slope_weights(tokens)))
+    if horizon == "growth":
+        sample, weight = fit_growth(tokens, gaps), float(max(slope_weights(tokens)))
+    else:
+        fit = fit_asymptote(gaps)
+        sample, weight = (Sample(()), 1.0) if fit is None else (fit.sample, max(fit.weights))
     risks = [dataclasses.replace(r, weight=weight) for r in measure_risks(*gaps[-1].sides)]
     return dataclasses.replace(
         part,
-        sample=fit_growth(tokens, gaps),
+        sample=sample,
         open_above=diverged,
         open_below=diverged,
         raising=(risks[0],),

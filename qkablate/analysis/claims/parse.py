@@ -8,7 +8,14 @@ from typing import Any
 
 import yaml
 
-from qkablate.analysis.claims.claim import HORIZONS, NON_CLAIM_KEYS, TEXT, Claim, PartSpec
+from qkablate.analysis.claims.claim import (
+    HORIZONS,
+    NON_CLAIM_KEYS,
+    OVER_LENGTHS,
+    TEXT,
+    Claim,
+    PartSpec,
+)
 from qkablate.analysis.claims.measures import MEASURES, Unit
 from qkablate.analysis.claims.samples import MIN_OF_MEDIAN, Median
 from qkablate.analysis.claims.verdict import KINDS
@@ -250,16 +257,17 @@ def _check_question(where: str, part: Mapping[str, Any]) -> None:
     of, measure = part["of"], MEASURES[part["of"]]
     if part["kind"] not in measure.kinds:
         raise UserError(f"{where}.of: a {of} is {' or '.join(measure.kinds)}")
-    if part["horizon"] == "growth" and of != "gap":
-        raise UserError(f"{where}.horizon: growth is that of a gap, not of {of}")
-    if part["horizon"] != "longest" and not measure.is_of_runs:
+    horizon = part["horizon"]
+    if horizon in OVER_LENGTHS and of != "gap":
+        raise UserError(f"{where}.horizon: {horizon} is that of a gap, not of {of}")
+    if horizon != "longest" and not measure.is_of_runs:
         raise UserError(f"{where}.horizon: {of} does not depend on the length of training")
     if part["than"] is not None and measure.is_censored:
         raise UserError(f"{where}.than: runs that do not reach the loss have no {of} to subtract")
     if of == "params" and part["axis"] == "params":
         raise UserError(f"{where}.axis: equal parameters are equal; of: params needs another axis")
-    if part["than"] is not None and (measure.pair_cost is None or part["horizon"] == "growth"):
-        what = "growth" if part["horizon"] == "growth" else of
+    if part["than"] is not None and (measure.pair_cost is None or horizon in OVER_LENGTHS):
+        what = horizon if horizon in OVER_LENGTHS else of
         raise UserError(f"{where}.than: {what} has no value for each pair of runs to subtract")
 
 

@@ -10,6 +10,7 @@ from qkablate.analysis.comparison.lr_curves import LrCurve
 from qkablate.analysis.stats import MIN_PAIRS
 from qkablate.analysis.study.study import Entry, Record
 from qkablate.config import TEXT_SOURCES, OptimConfig
+from qkablate.config.data import PAIRS_OF_FILES, PREPARED_SOURCES
 from qkablate.runs.records import is_number
 from qkablate.sweeps.planning.floors import floor_sites
 from qkablate.table import format_list
@@ -17,6 +18,9 @@ from qkablate.table import format_list
 ANNEALED = 0.1  # of the peak: largest final learning rate of an annealed run
 _LEAST_ERROR = 5e-5  # of an error over documents: a smaller one shows as 0.0000
 TOLERANCE = 0.01  # relative difference of parameters or FLOPs that counts as matched
+
+# Names of what an error over documents is over, where it is no document of a text.
+_DOCUMENTS = {**dict.fromkeys(PAIRS_OF_FILES, "files"), "pairs": "pairs"}
 
 # In order: fine; worth knowing; may have moved the gap; not comparable.
 STATES = OK, NOTE, WARNING, BROKEN = "ok", "note", "warning", "broken"
@@ -277,12 +281,14 @@ def _check_equality(key: str, records: list[Record], state: str) -> Answer:
 
 def _check_documents(gap: Gap, done: list[Record], margin: float | None) -> Answer:
     """Compare the error over documents, which no interval over seeds includes."""
-    if not any(record.facts["source"] in TEXT_SOURCES for record in done):
-        return (OK, "not a text") if done else _NO_PAIRS
+    source = next((record.facts["source"] for record in done), None)
+    if source not in PREPARED_SOURCES:
+        return (OK, "a task, without documents") if done else _NO_PAIRS
     error = gap.document_error
     if error is None:
         return NOTE, "unknown: one document, or runs that did not record their losses by document"
-    message = f"the gap's standard error over {error.documents} test documents is {error.se:.4f}"
+    documents = f"{error.documents} test {_DOCUMENTS.get(source, 'documents')}"
+    message = f"the gap's standard error over {documents} is {error.se:.4f}"
     low, high = gap.bounds() or (0.0, math.inf)
     sizes = {"margin": margin, "interval's half width": (high - low) / 2}
     for name, size in sizes.items():

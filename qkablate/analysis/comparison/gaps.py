@@ -102,7 +102,7 @@ class Gap:
 
     @cached_property
     def document_error(self) -> DocumentError | None:
-        """Standard error over the documents of the test text, which no interval here includes."""
+        """Standard error over the documents of the test split, which no interval here includes."""
         return document_error([(a.document_losses, b.document_losses) for a, b in self.runs])
 
     @cached_property

@@ -34,7 +34,14 @@ from qkablate.analysis.comparison.gaps import (
     perplexity_percent,
 )
 from qkablate.analysis.comparison.ranking import Front, Ranking, find_fronts, find_rankings
-from qkablate.analysis.comparison.scaling import SeriesSummary, describe_series, find_series
+from qkablate.analysis.scaling.asymptote import fit_asymptote
+from qkablate.analysis.scaling.compute_gain import ScalingSummary
+from qkablate.analysis.scaling.series import (
+    Series,
+    SeriesSummary,
+    describe_series,
+    find_series,
+)
 from qkablate.analysis.stats import Estimate, Interval
 from qkablate.analysis.study.document_error import DocumentError
 from qkablate.analysis.study.study import Study
@@ -146,6 +153,7 @@ class StudySummary:
     curves: list[CurveSummary]
     function_distance: list[FunctionDistance]
     series: list[SeriesSummary]
+    scaling: list[ScalingSummary]
     learning_rates: list[lr_curves.LrCurveSummary]
     rankings: list[Ranking]
     fronts: list[Front]
@@ -159,6 +167,7 @@ def describe_study(
     milliseconds: Mapping[str, float] | None = None,
     margin: float | None = None,
     families: list[Family] | None = None,
+    scaling: Sequence[ScalingSummary] = (),
 ) -> StudySummary:
     """Summarize a study; with a margin, also test which arms are not worse by it."""
     families = find_families(study) if families is None else families
@@ -189,7 +198,8 @@ def describe_study(
         text_references=study.text_references,
         curves=[curve for gap in gaps if (curve := describe_curve(gap)) is not None],
         function_distance=measure_distances(families),
-        series=[describe_series(series) for series in find_series(families)],
+        series=[describe_series(series, _find_limit(series)) for series in find_series(families)],
+        scaling=[*scaling],
         learning_rates=lr_curves.describe_lr_curves(study, curves),
         rankings=find_rankings(families),
         fronts=find_fronts(study, milliseconds or {}),
@@ -197,6 +207,12 @@ def describe_study(
         one_at_a_time=study.manifest is not None and study.manifest.combinations is not None,
         tuning=plan_tuning(study) if any(scopes) else None,
     )
+
+
+def _find_limit(series: Series) -> stats.Sample | None:
+    """Return the gap after infinitely many tokens, of trainings of several lengths."""
+    fit = fit_asymptote(series.gaps) if series.along == "tokens" else None
+    return None if fit is None else fit.sample
 
 
 def describe_gap(

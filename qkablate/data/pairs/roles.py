@@ -24,7 +24,9 @@ _DEFINITIONS = {ast.FunctionDef: "def ", ast.AsyncFunctionDef: "async def ", ast
 _Tags = dict[tuple[int, int], str]  # by line and column
 
 
-def read_statements(source: bytes) -> Iterator[tuple[str, str]]:
+def read_statements(
+    source: bytes, shortest: int = SHORTEST, longest: int = LONGEST
+) -> Iterator[tuple[str, str]]:
     """Yield the words of the statements of a file, and their tags; those without any are left out.
 
     A compound statement is its first line alone, as `for x in y :`.
@@ -49,9 +51,19 @@ def read_statements(source: bytes) -> Iterator[tuple[str, str]]:
             statement.append((_LITERALS["STRING"], NO_TAG))
         elif kind == "NEWLINE" and statement:
             words, tags_of_words = zip(*statement, strict=True)
-            if SHORTEST <= len(words) <= LONGEST and {*tags_of_words} != {NO_TAG}:
+            if shortest <= len(words) <= longest and {*tags_of_words} != {NO_TAG}:
                 yield " ".join(words), " ".join(tags_of_words)
             statement = []
+
+
+def read_typed_statements(text: str) -> list[tuple[str, str]]:
+    """Return the words and the tags of statements in Python, or as words of the data."""
+    for word, code in (("<number>", "0"), ("<string>", "''"), ("<unknown>", "_unknown_")):
+        text = text.replace(word, code)
+    text = text.strip()
+    if text.endswith(":"):  # the first line of a compound statement
+        text += f"\n{' ' * 80}pass"
+    return [*read_statements(f"{text}\n".encode(), shortest=1, longest=2**16)]
 
 
 def _find_tags(tree: ast.AST) -> _Tags:

@@ -3,6 +3,7 @@
 from collections.abc import Iterable, Sequence
 from typing import NamedTuple, Protocol
 
+from qkablate.data.batches import IGNORE, PAD, Batch
 from qkablate.data.tasks.base import Task
 from qkablate.data.tokenizers import Tokenizer
 from qkablate.errors import UserError, nearest_hint
@@ -16,11 +17,19 @@ class TargetTokens(NamedTuple):
     start: int  # precedes it
     end: int | None = None  # follows it; None: all targets are as long as the model's context
 
+    def read_pair(self, batch: Batch, row: int) -> tuple[list[int], list[int]]:
+        """Return the source and the target of a row, without padding and end."""
+        source, target = batch.inputs[0][row].tolist(), batch.targets_NA[row].tolist()
+        ignored = (self.end, PAD, IGNORE)
+        return [i for i in source if i not in ignored], [i for i in target if i not in ignored]
+
 
 class Sentences(Protocol):
     """Converts sentences to tokens and back."""
 
-    tokens: TargetTokens
+    @property
+    def tokens(self) -> TargetTokens:
+        """The tokens around a target."""
 
     def encode(self, text: str, key: str = "source") -> list[int]:
         """Return the tokens of a sentence, given as `key`; UserError for unknown ones."""
@@ -54,9 +63,12 @@ class TextSentences:
     """Text by a tokenizer; the token that ends a document starts and ends a target."""
 
     def __init__(self, tokenizer: Tokenizer) -> None:
-        assert tokenizer.end is not None
         self.tokenizer = tokenizer
-        self.tokens = TargetTokens(tokenizer.end, tokenizer.end)
+
+    @property
+    def tokens(self) -> TargetTokens:
+        assert self.tokenizer.end is not None
+        return TargetTokens(self.tokenizer.end, self.tokenizer.end)
 
     def encode(self, text: str, key: str = "source") -> list[int]:
         if unknown := self.tokenizer.unknown(text):

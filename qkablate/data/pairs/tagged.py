@@ -14,6 +14,7 @@ from qkablate.data.corpus import Corpus
 from qkablate.data.eval_metrics import EvalMetrics
 from qkablate.data.pairs.pairs import Pairs
 from qkablate.data.pairs.roles import TAGS
+from qkablate.data.tokenizers import Tokenizer, load_tokenizer
 from qkablate.errors import ImpossibleConfig
 
 
@@ -24,14 +25,19 @@ class TagBaselines(NamedTuple):
     word: float  # each word's most common tag
 
 
+def name_tags(tokenizer: Tokenizer) -> dict[int, str]:
+    """Return the names of the tags that a tokenizer knows, by rising token."""
+    known = [tag for tag in TAGS if not tokenizer.unknown(tag)]
+    ids = {int(tokenizer.encode(tag.encode())[0]): tag for tag in known}
+    return {i: ids[i].strip("<>") for i in sorted(ids) if tokenizer.decode([i]).decode() == ids[i]}
+
+
 class TaggedSentences(Pairs):
     """Sentences of a corpus as sources, and the tags of their words as targets."""
 
     def __init__(self, corpus: Corpus, model: ModelConfig) -> None:
         super().__init__(corpus, model)
-        ids = {word: i for i, word in enumerate(self.tokenizer["words"], 2)}
-        # By rising id; the place of one is its slice.
-        self.tags = dict(sorted((ids[tag], tag.strip("<>")) for tag in TAGS if tag in ids))
+        self.tags = name_tags(load_tokenizer(self.tokenizer))  # the place of one is its slice
 
     @property
     def description(self) -> str:

@@ -1,13 +1,23 @@
 """The charts of a report, as Vega-Lite specs."""
 
-from qkablate.report.charts import attention, curves, distance, forest, heads, sizes, spectra
+from qkablate.report.charts import (
+    attention,
+    curves,
+    distance,
+    forest,
+    heads,
+    scaling,
+    sizes,
+    spectra,
+)
 from qkablate.report.charts.base import Chart
 from qkablate.report.section import Section
 
 _MAKERS = (
     *(forest.claim_chart, forest.gap_chart, curves.loss_chart, curves.gap_curve_chart),
     heads.rounding_chart,
-    *(distance.distance_chart, sizes.heat_map_chart, sizes.cost_chart, sizes.lr_chart),
+    *(distance.distance_chart, sizes.heat_map_chart, sizes.cost_chart, scaling.scaling_chart),
+    sizes.lr_chart,
     *(heads.head_curve_chart, spectra.spectrum_chart, spectra.spectra_by_tokens_chart),
     *(heads.head_map_chart, attention.attention_chart),
 )

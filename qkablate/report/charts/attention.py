@@ -20,7 +20,7 @@ _MAX_HEADS_OF_LAYER, _MAX_LAYERS = 8, 6
 _MAX_CELLS = 16_000  # of all maps
 _MAX_WIDTH, _MAX_HEIGHT, _GAP = 480, 400, 10  # pixels of a row and a column of maps, and between
 _MIN_PIXELS, _MAX_PIXELS = 3, 9  # of a token
-_MIN_PIXELS_FOR_LABELS = 8  # pixels of a token that has room for its text
+_LABEL_PIXELS, _MAX_LABEL_PIXELS = 12, 24  # of a token with its text, in the map of one head
 _THRESHOLDS = (0.5, 2.0, 4.0, 8.0)  # times an equal share: where a shade begins
 Head = tuple[int, int]  # layer and head
 
@@ -49,7 +49,11 @@ def make_attention_chart(arms: list[ArmAttention], source: str, only: Head | Non
     panels = [
         ChartPanel(
             f"{label}, {arm.which}",
-            _map_spec(arm, heads_of_arm, length, has_legend=arm is drawn[0]),
+            _map_spec(
+                *(arm, heads_of_arm, length),
+                has_legend=arm is drawn[0],
+                has_labels=only is not None,
+            ),
         )
         for label, arm, heads_of_arm in zip(labels, drawn, heads, strict=False)
     ]
@@ -117,11 +121,15 @@ def _make_target_table(arms: dict[str, ArmAttention]) -> Table | None:
     return Table(title, ["arm", "equal share", *columns], rows) if rows else None
 
 
-def _map_spec(arm: ArmAttention, places: list[Head], length: int, *, has_legend: bool) -> Spec:
+def _map_spec(
+    arm: ArmAttention, places: list[Head], length: int, *, has_legend: bool, has_labels: bool
+) -> Spec:
     queries, keys = min(length, len(arm.tokens)), min(length, len(arm.key_tokens))
     layers, heads = len({layer for layer, _ in places}), len({head for _, head in places})
     across, down = (_MAX_WIDTH - _GAP * heads) // (heads * keys), _MAX_HEIGHT // (layers * queries)
     cell = max(1, min(_MAX_PIXELS, across, max(_MIN_PIXELS, down)))
+    if has_labels:  # as large as they take, however long the text is
+        cell = max(_LABEL_PIXELS, min(_MAX_LABEL_PIXELS, across, down))
     rows = [row for layer, head in places for row in _map_cells(arm, layer, head, length)]
     start, end, bottom = -0.5, keys - 0.5, queries - 0.5
     axis = {"type": "quantitative", "axis": None}
@@ -140,7 +148,7 @@ def _map_spec(arm: ArmAttention, places: list[Head], length: int, *, has_legend:
         base.make_layer("area", visible, corners, color="var(--line)", opacity=0.45),
         base.make_layer("square", {"x": x, "y": y, "color": color, "tooltip": tooltip}, **square),
     ]
-    if cell >= _MIN_PIXELS_FOR_LABELS and len(places) == 1:
+    if has_labels:
         drawn += _token_labels(arm, length, x, y)
     spec: Spec = {"width": cell * keys, "height": cell * queries, "layer": drawn}
     facet = {"row": base.make_facet("layer", rows, 11), "column": base.make_facet("head", rows, 11)}

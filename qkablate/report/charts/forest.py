@@ -64,8 +64,8 @@ def _part_rows(judgement: Judgement, unit: Unit) -> tuple[list[Spec], list[Spec]
             value = unit.natural(cost)
             return 100 * (value - 1) if unit is Unit.RATIO else value
 
-        growth = ", per doubling" if spec.horizon == "growth" else ""
-        label = f"{part.name}{growth}  (n = {part.sample.n})"
+        what = {"growth": ", per doubling", "asymptote": ", extrapolated"}.get(spec.horizon, "")
+        label = f"{part.name}{what}  (n = {part.sample.n})"
         ends = sorted(place(end) for end in interval)
         mean, (low, high) = place(part.sample.mean), ends
         if not math.isfinite(mean):

@@ -3,7 +3,7 @@
 import dataclasses
 import math
 
-from qkablate.analysis.claims.claim import TEXT, Claim, PartSpec, Selector
+from qkablate.analysis.claims.claim import OVER_LENGTHS, TEXT, Claim, PartSpec, Selector
 from qkablate.analysis.claims.judgement import Judgement, PartJudgement
 from qkablate.analysis.claims.measures import Unit
 from qkablate.analysis.claims.samples import Exact
@@ -46,6 +46,7 @@ _CLAIMED_OF_COSTS = {
     "worse": "worse by {}",
 }
 _WHERE = {"longest": "", "each": ", at each length", "growth": ", per doubling of tokens"}
+_WHERE |= {"asymptote": ", extrapolated to infinitely many tokens"}
 
 
 def format_claim(claim: Claim) -> list[str]:
@@ -131,8 +132,12 @@ def make_claim_table(judgement: Judgement) -> Table:
 
 def format_details(judgement: Judgement) -> list[str]:
     """Return further statistics, part by part."""
-    shown = [j for j in judgement.parts if judgement.has_ended and j.part.sample.n > 1]
-    return [_format_details(judged, judgement.alpha) for judged in shown]
+    shown = [
+        judged
+        for judged in judgement.parts
+        if judged.part.sample.n > 1 or judged.comparison.spec.horizon == "asymptote"
+    ]
+    return [_format_details(judged, judgement.alpha) for judged in shown if judgement.has_ended]
 
 
 def _row(judged: PartJudgement, alpha: float) -> list[str]:
@@ -153,8 +158,11 @@ def _format_details(judged: PartJudgement, alpha: float) -> str:
             f"BCa 95 % {format_interval(judged.unit.natural_interval(*sample.bca))}",
             f"sign flip p {sample.sign_flip:.4f}",
         ]
-    if spec.of == "gap" and spec.horizon != "growth" and spec.than is None:
+    if spec.of == "gap" and spec.horizon not in OVER_LENGTHS and spec.than is None:
         text.append(f"perplexity {perplexity_percent(sample.mean):+z.2f} %")
+    if spec.horizon == "asymptote":
+        levels = "an extrapolation" if sample.n else "the losses do not level off as a power of D"
+        text.append(f"{levels}, from {len(judged.gaps)} lengths of training")
     for gap in [gap for gap in judged.gaps if gap.arm.chance is not None]:  # on tasks
         answers = [e.exact if spec.of == "exact" else e.accuracy for e in gap.sides]
         arm, baseline, chance = (format_known(x, ".1%") for x in [*answers, gap.arm.chance])

@@ -297,5 +297,6 @@ def _format_part(judged: PartJudgement, level: float) -> str:
     else:
         sides = {"below": part.open_below, "above": part.open_above}
         text = format_gap(sample.mean, sample.interval(level), **sides)
-    quantity = "growth per doubling" if spec.horizon == "growth" else spec.of.replace("_", " ")
+    over_lengths = {"growth": "growth per doubling", "asymptote": "gap extrapolated to ∞ tokens"}
+    quantity = over_lengths.get(spec.horizon, spec.of.replace("_", " "))
     return f"{part.name}: {quantity} {text} ({format_n([sample.n])})"

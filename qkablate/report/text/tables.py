@@ -8,9 +8,10 @@ from qkablate.analysis.comparison.function_distance import FunctionDistance
 from qkablate.analysis.comparison.gaps import NoiseFloor
 from qkablate.analysis.comparison.lr_curves import LrCurveSummary
 from qkablate.analysis.comparison.ranking import Front, Ranking
-from qkablate.analysis.comparison.scaling import SeriesSummary
 from qkablate.analysis.comparison.summary import GapSummary, StudySummary
+from qkablate.analysis.scaling.series import SeriesSummary
 from qkablate.analysis.stats import Estimate
+from qkablate.report.text.scaling import make_scaling_tables
 from qkablate.report.text.table import Table, format_interval, format_known
 from qkablate.table import format_count, format_duration, format_list, format_nats, format_short
 
@@ -33,6 +34,7 @@ def make_tables(summary: StudySummary) -> list[Table]:
             for along in ("tokens", "parameters")
             if (series := [series for series in summary.series if series.along == along])
         ),
+        *make_scaling_tables(summary.scaling),
         *([_front_table(summary.fronts)] if summary.fronts else []),
     ]
 
@@ -129,8 +131,8 @@ def _gap_notes(gaps: list[GapSummary], floor: NoiseFloor) -> list[str]:
         notes.append(f"correlation of the pairs: {min(known):+z.2f}{to}")
     if any(gap.document_error for gap in gaps):
         notes.append(
-            "the interval takes the test text as given; SE over documents: what another choice of"
-            " its documents adds to the uncertainty"
+            "the interval takes the test split as given; SE over documents: what another choice of"
+            " its documents (of pairs and tags: files, or pairs) adds to the uncertainty"
         )
     return notes + _audit_notes(gaps)
 
@@ -235,14 +237,17 @@ def _series_table(along: str, series_of_arms: list[SeriesSummary]) -> Table:
         times = ["not measured", ""]
         if (worth := series.equivalent) is not None:
             times = [f"× {worth.times:.3f}", format_interval(worth.interval, ".3f")]
-        rows.append([series.arm, points, *_estimate_cells(series.growth_per_doubling), *times])
+        cells = [series.arm, points, *_estimate_cells(series.growth_per_doubling), *times]
+        rows.append([*cells, *_estimate_cells(series.asymptote)])
     head = ["arm", f"gap at {along}", "per doubling", "95 % interval", f"worth, in {along}"]
+    head += ["interval", "at ∞", "95 % interval"]
     notes = [
         f"worth: how many times its {along} the baseline needs for the same loss; measured from"
-        " three points on"
+        " three points on",
+        "at ∞: the gap after infinitely many tokens, an extrapolation by L∞ + B·D^−β with one β",
     ]
     title = f"gap by {along}, each run with a whole schedule"
-    return Table(title, [*head, "interval"], rows, notes)
+    return Table(title, head, rows, notes)
 
 
 def _front_table(fronts: list[Front]) -> Table:

@@ -81,7 +81,7 @@ class _Expansion:
             _refuse_run_keys(f"filter: '{predicate}'", keys, ", and a predicate is about arms")
         self.changes = self._run_changes()
         axes = {key: values for key, values in self.grid.choices.items() if key not in RUN_KEYS}
-        combinations = _combine(axes, settings.design)
+        combinations = [*map(_name_variant_file, _combine(axes, settings.design))]
         if settings.design == "one_at_a_time":
             self.center = combinations[0]
         combinations = self._with_also(combinations)
@@ -312,6 +312,16 @@ def _combine(axes: Mapping[str, list[str]], design: str) -> list[Overrides]:
     center = {key: values[0] for key, values in axes.items()}
     alone = [{**center, key: value} for key, values in axes.items() for value in values[1:]]
     return [center, *alone]
+
+
+def _name_variant_file(overrides: Overrides) -> Overrides:
+    """Return the overrides with `variant=FILE.py`, which stands among names, as variant.file."""
+    file = overrides.get("variant", "")
+    if not file.strip("'\"").endswith(".py"):
+        return overrides
+    if "variant.file" in overrides:
+        raise UserError(f"variant: {file} is a file, and so is variant.file; give one of the two")
+    return {**{k: v for k, v in overrides.items() if k != "variant"}, "variant.file": file}
 
 
 def _find_named_keys(arms: list[Overrides]) -> list[str]:

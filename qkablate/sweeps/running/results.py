@@ -25,7 +25,7 @@ from qkablate.table import (
     print_table,
     print_text,
 )
-from qkablate.tracking.wandb.run import RunIdentity, SweepTables, WandbRun
+from qkablate.tracking.wandb.run import LoggedTables, RunIdentity, WandbRun
 
 # The columns of every row.
 COLUMNS: dict[str, type] = {
@@ -213,7 +213,7 @@ def print_failures(sweep_state: SweepState) -> None:
 
 
 def log_summary(
-    sweep_state: SweepState, note: Callable[[str], None], tables: SweepTables
+    sweep_state: SweepState, note: Callable[[str], None], tables: LoggedTables
 ) -> str | None:
     """Log the table of runs and the given tables as one run in W&B; return its address."""
     manifest = sweep_state.manifest

@@ -65,8 +65,8 @@ class RunArtifacts:
 
 
 @dataclass(frozen=True)
-class SweepTables:
-    """Tables, pages and summary values of a sweep."""
+class LoggedTables:
+    """Tables, pages and summary values of a run or a sweep."""
 
     tables: dict[str, tuple[list[str], list[list[Any]]]] = field(default_factory=dict)
     pages: dict[str, str] = field(default_factory=dict)
@@ -128,8 +128,8 @@ class WandbRun:
                 run.finish(exit_code=1)
             self._stop_service()
 
-    def log_tables(self, tables: SweepTables) -> None:
-        """Log tables and pages in one row without a step."""
+    def log_tables(self, tables: LoggedTables, step: int | None = None) -> None:
+        """Log tables and pages in the row of a step, or in one without a step."""
         if self._run is None:
             return
         try:
@@ -141,7 +141,7 @@ class WandbRun:
             }
             # inject=False: the pages are complete and need no style of W&B's.
             row |= {name: wandb.Html(page, inject=False) for name, page in tables.pages.items()}
-            self._run.log(row)
+            self._run.log(row if step is None else row | {"step": step}, step=step)
             self._run.summary.update(tables.summary)
         except Exception as error:
             self._note(f"W&B: {_first_line(error)}")

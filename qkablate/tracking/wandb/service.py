@@ -11,10 +11,15 @@ BLOCKED_SIGNALS = {signal.SIGINT, signal.SIGTERM}
 SERVICE_VARIABLE = "WANDB_SERVICE"  # W&B finds a running service by it
 
 
+_ours: dict[str, str] = {}  # variables that this process has set; other values are the user's
+
+
 def keep_files_in(folder: Path) -> None:
-    """Make W&B write its own logs and caches in this folder only."""
+    """Make W&B write its own logs and caches in this folder only, until the next call."""
     for what in ("CACHE", "DATA"):
-        os.environ.setdefault(f"WANDB_{what}_DIR", str(folder / what.lower()))
+        name = f"WANDB_{what}_DIR"
+        if os.environ.get(name) in (None, _ours.get(name)):
+            os.environ[name] = _ours[name] = str(folder / what.lower())
     # Its error reports would delay the exit of the process when the server is gone.
     os.environ.setdefault("WANDB_ERROR_REPORTING", "false")
 

@@ -496,11 +496,12 @@ def test_growth_is_one_comparison_over_all_lengths_from_short_to_long(world):
     assert {arms[name].variant for _, name in one.pairs} == {"standard"}
 
 
+@pytest.mark.parametrize("horizon", ["growth", "asymptote"])
 @pytest.mark.parametrize("steps", ["12", "12,24"])
-def test_growth_over_fewer_than_three_lengths_is_refused(world, steps):
+def test_fewer_than_three_lengths_are_refused(world, steps, horizon):
     with pytest.raises(UserError) as error:
-        requested_comparisons(world, LENGTHS | {"train.steps": steps}, grows={"horizon": "growth"})
-    assert_one_line(error, "parts.grows: growth is measured over 3 lengths of training or more")
+        requested_comparisons(world, LENGTHS | {"train.steps": steps}, part={"horizon": horizon})
+    assert_one_line(error, f"parts.part: {horizon} is measured over 3 lengths of training or more")
 
 
 def test_sizes_are_compared_one_by_one_and_named(world):
@@ -753,7 +754,7 @@ def test_every_shipped_claim_finds_its_arms(name, tiny_text):
                 sizes = [getattr(side, one.spec.axis) for side in (arm, other)]
                 assert sizes[0] == pytest.approx(sizes[1], rel=0.01)
         lengths = [arm.tokens for arm, _ in pairs]
-        assert (len({*lengths}) >= 3) == (one.spec.horizon == "growth")
+        assert (len({*lengths}) >= 3) == (one.spec.horizon in ("growth", "asymptote"))
         assert lengths == sorted(lengths)
     for part_name, one in own.parts.items():
         for world in one.data:

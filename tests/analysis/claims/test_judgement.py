@@ -378,6 +378,44 @@ def test_growth_is_the_slope_of_each_seed_per_doubling(world):
     assert np.diff(sorted(means)) == pytest.approx([0.05, 0.05])
 
 
+def test_asymptote_is_the_gap_after_infinitely_many_tokens(world):
+    own = claim(5, LENGTHS, ends={"horizon": "asymptote", "kind": "worse", "margin": 0.02})
+    made, limits = frozen(world, own), gaps(5, 0.04, 0.002)
+    lengths = sorted({arm.tokens for arm in made.manifest.arms.values()})
+
+    def loss(run):
+        arm = made.manifest.arms[run.arm]
+        falls = 2 * (arm.tokens / lengths[0]) ** -0.5
+        number = own.seeds_of("final", 5).index(run.changes["seed"])
+        return (
+            1
+            + falls * (1.02 if arm.variant == "no_q" else 1)
+            + (limits[number] if arm.variant == "no_q" else 0)
+            + (1 if arm.variant == "uniform" else 0)
+        )
+
+    found = judged(made.finish(loss), own)
+    (one,) = found.parts
+    assert one.part.sample.mean == pytest.approx(0.04, abs=2e-3)
+    assert (len(one.gaps), found.word) == (3, "SUPPORTED")
+    text = "\n".join(format_judgement(found))
+    assert "an extrapolation, from 3 lengths of training" in text
+    assert "extrapolated to infinitely many tokens" in text
+
+
+def test_losses_that_do_not_level_off_decide_nothing(world):
+    own = claim(5, LENGTHS, ends={"horizon": "asymptote", "kind": "worse"})
+    made = frozen(world, own)
+
+    def loss(run):
+        arm = made.manifest.arms[run.arm]
+        return 5 - 0.1 * math.log(arm.tokens) + (arm.variant != "standard")
+
+    found = judged(made.finish(loss), own)
+    assert found.word == "UNDERPOWERED"
+    assert "the losses do not level off as a power of D" in "\n".join(format_judgement(found))
+
+
 @pytest.mark.slow
 def test_diverged_run_leaves_growth_open_both_ways(world):
     own = claim(4, LENGTHS, grows={"horizon": "growth"})

@@ -5,6 +5,7 @@ import json
 
 import numpy as np
 import pytest
+from scipy import stats
 
 from qkablate.analysis.comparison.audit import NOTE, OK, WARNING
 from qkablate.analysis.comparison.gaps import find_families
@@ -48,6 +49,44 @@ def test_error_is_the_spread_of_means_over_samples_of_documents():
     assert np.sqrt(np.mean(np.square(errors))) == pytest.approx(np.std(gaps), rel=0.06)
 
 
+def test_error_is_that_of_leaving_out_one_document_at_a_time():
+    rng = np.random.default_rng(0)
+    tokens = rng.integers(1, 400, 9)
+    difference = rng.normal(0.1, 0.2, 9) * tokens
+    means = [np.delete(difference, i).sum() / np.delete(tokens, i).sum() for i in range(9)]
+    gap = difference.sum() / tokens.sum()
+    expected = np.sqrt(8 / 9 * np.square(np.array(means) - gap).sum())
+    assert document_error([pair(difference, tokens)]).se == pytest.approx(expected)
+
+
+def test_error_over_files_covers_where_that_over_pairs_is_too_small():
+    """Pairs of a file share an effect on the gap, and a few files have most pairs."""
+    rng = np.random.default_rng(0)
+    sizes = np.clip(rng.lognormal(3, 1, 50), 1, None).astype(int)
+    starts = np.cumsum(sizes) - sizes
+    truth, rounds, covered = 0.05, 1000, np.zeros(2)
+    errors, gaps = [], []
+    for _ in range(rounds):
+        tokens = rng.integers(5, 40, sizes.sum())
+        effects = np.repeat(rng.normal(0, 0.1, len(sizes)), sizes)
+        difference = tokens * (truth + effects + rng.normal(0, 0.2, len(tokens)))
+        gap = difference.sum() / tokens.sum()
+        by_file = (np.add.reduceat(values, starts) for values in (difference, tokens))
+        found = [document_error([pair(*sums)]) for sums in (by_file, (difference, tokens))]
+        quantiles = [stats.t.ppf(0.975, error.documents - 1) for error in found]
+        covered += [
+            abs(gap - truth) < quantile * error.se
+            for quantile, error in zip(quantiles, found, strict=True)
+        ]
+        errors.append([error.se for error in found])
+        gaps.append(gap)
+    over_files, over_pairs = np.sqrt(np.mean(np.square(errors), axis=0)) / np.std(gaps)
+    assert over_files == pytest.approx(1, abs=0.07)
+    assert over_pairs < 0.5
+    assert covered[0] / rounds == pytest.approx(0.95, abs=0.025)
+    assert covered[1] / rounds < 0.7
+
+
 def test_error_is_zero_where_all_documents_agree():
     tokens = np.array(TOKENS)
     assert document_error([pair(0.2 * tokens, tokens)]).se == pytest.approx(0, abs=1e-12)
@@ -70,13 +109,14 @@ def test_error_of_runs_with_other_documents_is_unknown():
     assert document_error([pair([1.0, 2], [9, 9]), pair([1.0, 2], [9, 8])]) is None
 
 
-def record(world, spread):
+def record(world, spread, source="text"):
     """Give every run its losses by document; `spread` is that of the gaps between documents."""
     effect = np.array([1, -1, 1, -1]) * spread
     for run in world.runs():
         folder = world.run_folder(run)
         path = folder / "result.json"
-        path.write_text(path.read_text().replace('"label"', '"data": {"source": "text"}, "label"'))
+        result = json.loads(path.read_text()) | {"data": {"source": source}}
+        path.write_text(json.dumps(result))
         mean = 2.0 + effect * run.arm.startswith("no_q")
         losses = (mean * TOKENS).tolist()
         header = DocumentLossesHeader(run.id, world.result(run)["data_fingerprint"])
@@ -132,6 +172,21 @@ def test_audit_is_satisfied_where_documents_agree(measured):
     check = audited(record(measured, 1e-6), margin=0.01)
     assert check.state == OK
     assert "4 test documents" in check.message
+
+
+@pytest.mark.parametrize(
+    ("source", "documents"),
+    [("stdlib_pairs", "files"), ("stdlib_tags", "files"), ("pairs", "pairs")],
+)
+def test_audit_names_the_documents_of_pairs_and_tags(measured, source, documents):
+    check = audited(record(measured, 0.03, source), margin=0.01)
+    assert check.state == WARNING
+    assert f"over 4 test {documents} is" in check.message
+
+
+def test_tasks_have_no_documents(measured):
+    check = audited(record(measured, 0.03, "reverse"), margin=0.01)
+    assert (check.state, check.message) == (OK, "a task, without documents")
 
 
 def test_table_shows_the_error(measured):

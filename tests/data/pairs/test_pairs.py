@@ -11,8 +11,8 @@ from torch.nn import functional as F
 
 from qkablate.config import DataConfig, ModelConfig, VariantConfig, resolve_variant
 from qkablate.config.data import SPLITS
-from qkablate.data import IGNORE, EvalMetrics, Pairs, find_data, open_data, sources
-from qkablate.data.batches import PAD
+from qkablate.data import IGNORE, EvalMetrics, Pairs, corpus, find_data, open_data, sources
+from qkablate.data.batches import DOCUMENT, PAD
 from qkablate.data.corpus import open_corpus
 from qkablate.data.pairs.sources import open_pairs
 from qkablate.data.tokenizers import CHUNK_BYTES, load_tokenizer
@@ -225,6 +225,50 @@ def test_a_limit_reads_the_first_pairs_of_the_test_split(write):
     assert read(10**9) == whole
 
 
+def read_documents(pairs, size=4, **keys):
+    """Return the document of each pair that a reading of the test split counts, in order."""
+    documents = []
+    for batch in pairs.split_batches("test", batch_size=size, context=12, **keys):
+        counts_NA = batch.targets_NA.numpy() != IGNORE
+        for document_A, counts_A in zip(batch.slices[DOCUMENT], counts_NA, strict=True):
+            if counts_A.any():
+                (document,) = {*document_A[counts_A].tolist()}
+                documents.append(document)
+    return documents
+
+
+def test_a_pair_of_unknown_file_is_its_own_document(write, monkeypatch):
+    pairs = open_data(write("pairs.tsv", rows_of("tsv", ROWS * 5)), MODEL)
+    count = len(pairs.splits["test"])
+    assert read_documents(pairs) == [*range(count)]
+    assert read_documents(pairs, limit=2 * 12) == [0, 1]
+    assert next(pairs.split_batches("val", batch_size=4, context=12)).slices == {}
+    monkeypatch.setattr(corpus, "MAX_DOCUMENT_GROUPS", 2)
+    assert read_documents(pairs) == [2 * i // count for i in range(count)]
+    pairs = open_data(write("few.tsv", rows_of("tsv", ROWS[:20])), MODEL)
+    assert len(pairs.splits["test"]) == 1
+    assert next(pairs.split_batches("test", batch_size=4, context=12)).slices == {}
+
+
+def test_losses_by_document_of_several_processes_are_those_of_one(write):
+    """Batches are dealt out, and the sums are merged."""
+    pairs = open_data(write("pairs.tsv", rows_of("tsv", [(s, t * 2) for s, t in ROWS * 5])), MODEL)
+    rng = np.random.default_rng(0)
+    parts = EvalMetrics(), EvalMetrics(), EvalMetrics()
+    for i, batch in enumerate(pairs.split_batches("test", batch_size=1, context=12)):
+        losses, hits = rng.random(batch.targets_NA.shape), np.zeros(batch.targets_NA.shape, bool)
+        for totals in (parts[0], parts[1 + i % 2]):
+            totals.add_answers(batch, losses, hits)
+    whole, merged, other = parts
+    assert len(other.slices[DOCUMENT]) < len(pairs.splits["test"])
+    merged.merge(other)
+    assert merged.slices[DOCUMENT] == whole.slices[DOCUMENT]
+    assert sum(sums.loss for sums in whole.slices[DOCUMENT].values()) == pytest.approx(
+        whole.all.loss
+    )
+    assert whole.sequence_slices == {}
+
+
 def test_batches_hold_padded_pairs(write):
     pairs = open_data(write("pairs.tsv", rows_of("tsv")), MODEL)
     assert pairs.vocabulary == 256
@@ -352,6 +396,29 @@ def test_stdlib_pairs_are_split_by_file(library, config):
     }
     assert all(files.values())
     assert len(set.union(*files.values())) == sum(map(len, files.values())) == 40
+
+
+def test_file_of_a_stdlib_pair_is_its_document(library, config):
+    library()
+    data = DataConfig(source="stdlib_pairs", cache=config.cache)
+    pairs = open_data(data, dataclasses.replace(MODEL, source=96, context=97))
+    names = [re.search(r"(?<!shared_)name_\d+", source) for source, _ in texts(pairs, "test")]
+    documents = read_documents(pairs)
+    known = {(name[0], i) for name, i in zip(names, documents, strict=True) if name}
+    files = {name for name, _ in known}
+    assert 2 < len(files) < len(documents)
+    assert len(known) == len(files) == len({i for _, i in known}) == len({*documents})
+    count = len(documents) // 2
+    assert read_documents(pairs, limit=97 * count) == documents[:count]
+
+
+def test_damaged_files_of_pairs_are_named(library, config):
+    library()
+    data = DataConfig(source="stdlib_pairs", cache=config.cache)
+    path = open_corpus(data).folder / "test.files.bin"
+    path.write_bytes(path.read_bytes()[8:])
+    with pytest.raises(UserError, match=r"the checksum of test.files.bin is wrong"):
+        open_corpus(data)
 
 
 def test_fingerprint_of_stdlib_pairs_does_not_depend_on_paths(library, config, tmp_path):

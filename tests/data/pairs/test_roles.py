@@ -4,7 +4,7 @@ import sys
 
 import pytest
 
-from qkablate.data.pairs.roles import read_statements
+from qkablate.data.pairs.roles import read_statements, read_typed_statements
 
 TAGGED = {
     "self.total = add(x, by=n)": "self/value . total/attribute = add/call ( x/argument , by/keyword"
@@ -73,6 +73,24 @@ def test_long_and_short_statements_are_left_out():
     calls.append(f"f({', '.join(['x'] * 16)})")
     assert [len(words.split()) for words in tagged("\n".join(calls))] == [30, 32]
     assert tagged("x = y\nreturn_ = x . y") == ["return_/target = x/value . y/attribute"]
+
+
+@pytest.mark.parametrize(
+    ("text", "found"),
+    [
+        ("x", [("x", "<value>")]),
+        ("return f(x)", [("return f ( x )", "<> <call> <> <argument> <>")]),
+        ("f ( <number> , <string> )", [("f ( <number> , <string> )", "<call> <> <> <> <> <>")]),
+        ("for x in <unknown> :", [("for x in _unknown_ :", "<> <target> <> <value> <>")]),
+        ("x = 1\n  ", [("x = <number>", "<target> <> <>")]),
+        ("if x:\n    y", [("if x :", "<> <value> <>"), ("y", "<value>")]),
+        ("1 +", []),
+        ("1 + 2", []),
+    ],
+)
+def test_typed_statements_are_python_or_words_of_the_data(text, found):
+    """They may be of any length."""
+    assert read_typed_statements(text) == found
 
 
 @pytest.mark.skipif(sys.version_info < (3, 14), reason="template strings")

@@ -8,7 +8,7 @@ import pytest
 from qkablate.config import DataConfig, ModelConfig
 from qkablate.config.data import SPLITS
 from qkablate.data import IGNORE, TaggedSentences, find_data, open_data, sources
-from qkablate.data.batches import PAD
+from qkablate.data.batches import DOCUMENT, PAD
 from qkablate.data.tokenizers import load_tokenizer
 from qkablate.errors import UserError
 
@@ -98,6 +98,16 @@ def test_baselines_are_of_what_a_limit_reads(data):
         assert data.measure_baselines(limit).chance == pytest.approx(chances[-1])
     assert len({*chances}) > 1
     assert data.measure_baselines() == data.measure_baselines(10**6)
+
+
+def test_file_of_a_sentence_is_its_document(data):
+    """Every file has three sentences."""
+    batches = [*data.split_batches("test", batch_size=4, context=16)]
+    signs = [re.sub("[^+-]", "", text)[:6] for text in read_sentences(data, "test")]
+    documents = np.concatenate([batch.slices[DOCUMENT][:, 0] for batch in batches])[: len(signs)]
+    assert len({*zip(signs, documents.tolist(), strict=True)}) == len({*signs}) == len(signs) // 3
+    assert [*np.bincount(documents)] == [3] * len({*signs})
+    assert {*batches[0].slices} == {"tag", DOCUMENT}
 
 
 def test_metrics_are_also_given_by_tag(data):

@@ -2,6 +2,7 @@
 
 import json
 import os
+from dataclasses import replace
 from xml.etree import ElementTree
 
 import numpy as np
@@ -123,6 +124,18 @@ def test_space_is_visible_in_labels(section):
     chart = make_attention_chart(section.examples[:1], "At step 3", (0, 0))
     beside = chart.panels[0].spec["spec"]["layer"][2]["data"]["values"]
     assert [row["token"] for row in beside] == [*"the␣cat", "\\n"]
+
+
+@pytest.mark.parametrize("tokens", [8, 100])
+def test_map_of_one_head_has_readable_labels(section, tokens):
+    """However long its text is, a label of 9 pixels has room."""
+    a_LHTS = attention_map.quantize(np.tile(np.eye(tokens), (2, 2, 1, 1)))
+    arm = replace(section.examples[0], tokens=("a",) * tokens, a_LHTS=a_LHTS)
+    spec = make_attention_chart([arm], "At step 3", (0, 0)).panels[0].spec["spec"]
+    assert 12 * tokens <= spec["width"] == spec["height"] <= 24 * tokens
+    assert len(spec["layer"][2]["data"]["values"]) == tokens
+    of_all = make_attention_chart([arm], "At step 3").panels[0].spec["spec"]
+    assert of_all["width"] <= 9 * tokens
 
 
 def test_tokens_of_a_task_read_as_data_show_has_them(tmp_path):

@@ -417,6 +417,17 @@ def test_arm_without_changes_is_listed_under_both_controls(expand):
 # Names and ids.
 
 
+def test_variant_file_stands_among_the_names_of_variants(expand, circuit):
+    file = circuit("raises")
+    mixed = expand(f"variant=no_q,{file}", "sweep.floor=false")
+    alone = expand(f"variant.file={file}", "sweep.floor=false")
+    assert len(mixed.arms) == 1 + len(alone.arms) == 3
+    assert alone.arms.keys() < mixed.arms.keys()
+    assert {*ids(alone)} < {*ids(mixed)}
+    with pytest.raises(UserError, match=r"is a file, and so is variant\.file; give one"):
+        expand(f"variant=no_q,{file}", f"variant.file={file}")
+
+
 @pytest.mark.slow
 def test_names_of_arms_are_unique(expand, tmp_path, circuit):
     mine = expand("variant=no_q,no_k,merged_w", "variant.name=mine", "sweep.baseline=null")

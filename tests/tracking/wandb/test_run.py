@@ -386,6 +386,39 @@ def test_online_runs_of_one_process_are_separate(overrides, runs, home, tmp_path
     assert holding(KEY, tmp_path / "outputs") == []
 
 
+@pytest.mark.slow
+def test_translator_logs_its_metrics_config_and_examples(runs, tmp_path):
+    words = ["model=nano_translator", "model.layers=1", "data=reverse", "train.steps=6"]
+    words += ["tracking.log_every=2", "threads=1", f"out={tmp_path}/outputs"]
+    with FakeServer() as server:
+        variables = {"WANDB_BASE_URL": server.url, "WANDB_API_KEY": KEY}
+        done = python("-m", "qkablate", "train", *words, **variables)
+        assert done.returncode == 0, done.stderr
+    (run,) = runs()
+    result = json.loads((run / "result.json").read_text())
+    received = server.runs[f"{result['id']}-1"]
+    assert received.complete
+    assert received.config["model"]["form"] == "encoder_decoder"
+    assert received.config["data"]["source"] == "reverse"
+    assert received.summary["final/test_exact"] == result["exact"]["test"]
+    by_step_received = by_step(received.rows)
+    table = by_step_received[6].pop("examples")
+    expected = by_step(read_rows(run))
+    for row in expected.values():  # its layers have names by site, which the next line checks
+        for name in [name for name in row if name.startswith(("qk/", "ov/", "attention/"))]:
+            del row[name]
+    assert by_step_received.keys() == expected.keys()
+    assert all(by_step_received[step].items() >= row.items() for step, row in expected.items())
+    assert {"qk/stable_rank/encoder_L0", "ov/moved/cross_L0"} <= set(by_step_received[6])
+    assert received.summary["examples"]["path"] == table["path"]  # which views of sweeps show
+    content = json.loads(received.files[table["path"]])
+    assert content["columns"] == ["source", "target", "output", "right", "nats_per_token"]
+    assert len(content["data"]) == 10
+    for source, target, output, right, _ in content["data"]:
+        assert target.split() == source.split()[::-1]
+        assert right == (output == target)
+
+
 # Failures
 
 SCRIPT = """

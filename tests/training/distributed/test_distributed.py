@@ -14,6 +14,7 @@ import pytest
 from qkablate.config import Config, TrainConfig
 from qkablate.errors import UserError
 from qkablate.runs import attention_map
+from qkablate.runs.document_losses import read_document_losses
 from qkablate.training.checkpoint import TrainProgress
 from qkablate.training.distributed.ranks import Ranks
 from tests.training.helpers import count_rows, read_rows, run_folder, wait_for
@@ -217,12 +218,16 @@ TRANSLATOR = ("model=nano_translator", "model.layers=1", "model.d_model=16", "mo
 TRANSLATOR += ("data.val_tokens=640", "data.test_tokens=640", "train.batch_size=2", "threads=1")
 TRANSLATOR += ("variant=no_q", "variant.sites=encoder+cross", "tracking.wandb=disabled")
 COMMANDS = ("data=commands", "model.source=12", "model.context=49")  # padded
+PAIRS = ("data=pairs", "data.path=pairs.tsv", "data.source_field=en", "data.target_field=de")
+PAIRS += ("model.source=12", "model.context=12")
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("data", [("data=reverse",), COMMANDS], ids=lambda words: words[0][5:])
+@pytest.mark.parametrize("data", [("data=reverse",), COMMANDS, PAIRS], ids=lambda w: w[0][5:])
 def test_translator_on_two_processes_equals_one(qkablate, torchrun, tmp_path, data):
     """Micro-batches of padded pairs have unequally many answers."""
+    rows = "".join(f"source {i}\t{'y' * (i % 9 + 1)}\n" for i in range(200))
+    (tmp_path / "pairs.tsv").write_text(f"en\tde\n{rows}")
     words = (*TRANSLATOR, *data, *SHARED)
     assert qkablate("train", *words, "out=alone").code == 0
     process = torchrun(*words, "out=both")
@@ -234,6 +239,11 @@ def test_translator_on_two_processes_equals_one(qkablate, torchrun, tmp_path, da
     results = [read(folder, "result.json") for folder in (alone, both)]
     for part in ("loss", "accuracy", "exact"):
         assert results[1][part] == pytest.approx(results[0][part], rel=1e-5)
+    if data is PAIRS:
+        by_one, by_two = map(read_document_losses, (alone, both))
+        assert len(by_one.losses) > 1
+        assert by_two.losses == pytest.approx(by_one.losses, rel=1e-4)
+        assert by_two.tokens.tolist() == by_one.tokens.tolist()
 
 
 @pytest.mark.slow

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch.nn import functional as F
 
-from qkablate.data import IGNORE
+from qkablate.data import IGNORE, sources
 from qkablate.data.batches import Batch, evenly_spaced, spread_windows
 from qkablate.runs import predictions
 from qkablate.runs.document_losses import FILE_NAME, read_document_losses
@@ -40,6 +40,34 @@ def test_losses_by_document_sum_to_the_test_loss(qkablate, tiny, tmp_path):
 def test_one_document_has_no_losses_by_document(qkablate, tiny, tmp_path):
     assert qkablate("train", *tiny).code == 0
     assert not (run_folder(tmp_path) / FILE_NAME).exists()
+
+
+TRANSLATOR = ["model=nano_translator", "model.source=96", "model.context=97", "data=stdlib_pairs"]
+TAGGER = ["model=nano_encoder", "model.context=16", "data=stdlib_tags", "data.vocab_size=257"]
+
+
+@pytest.mark.parametrize(
+    ("model", "limit"), [(TRANSLATOR, "all"), (TRANSLATOR, 485), (TAGGER, "all"), (TAGGER, 80)]
+)
+def test_losses_of_pairs_are_recorded_by_file(qkablate, tiny, tmp_path, monkeypatch, model, limit):
+    library = tmp_path / "library"
+    library.mkdir()
+    for i in range(64):
+        signs = f"{i:06b}".replace("0", "+").replace("1", "-")
+        lines = [f"function_{j}(x, {signs}name)\n" for j in range(i % 7 + 1)]
+        (library / f"{i}.py").write_text("".join(lines))
+    monkeypatch.setattr(sources, "_stdlib_files", lambda: sorted(library.iterdir()))
+    size = [word for word in tiny if not word.startswith(("data", "model.context"))]
+    words = [*size, *model, f"data.cache={tmp_path / 'cache'}", f"train.test_tokens={limit}"]
+    assert qkablate("train", *words).code == 0
+    folder = run_folder(tmp_path)
+    result = json.loads((folder / "result.json").read_text())
+    found = read_document_losses(folder)
+    assert found.losses.sum() / found.tokens.sum() == pytest.approx(result["loss"]["test"])
+    count = len(found.tokens)
+    files = len({*np.fromfile(next((tmp_path / "cache").glob("*/test.files.bin")), np.uint64)})
+    assert (result["test_tokens"] is None) == (limit == "all")
+    assert count == files if limit == "all" else 2 <= count <= 5  # of as many pairs
 
 
 def test_new_attempt_archives_the_losses(qkablate, tiny, tmp_path):

@@ -6,7 +6,7 @@ import random
 import pytest
 
 from qkablate.analysis.comparison.gaps import find_families
-from qkablate.analysis.comparison.scaling import (
+from qkablate.analysis.scaling.series import (
     describe_series,
     equivalent_log_factor,
     find_series,

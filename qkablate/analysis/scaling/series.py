@@ -23,6 +23,7 @@ _KEYS = (
     ("parameters", ("model.d_model",)),
     ("parameters", ("model.layers",)),
 )
+_GRID_KEYS = (*_KEYS[0][1], "model.d_model", "model.layers")
 
 
 @dataclass(frozen=True)
@@ -51,6 +52,43 @@ def find_series(families: Sequence[Family]) -> list[Series]:
                 x, ordered = zip(*sorted(by_x.items()), strict=True)
                 series.append(Series(along, _name(ordered[0], keys), [*x], [*ordered]))
     return series
+
+
+def find_grids(families: Sequence[Family]) -> list[tuple[str, list[Gap]]]:
+    """Group the arms that differ in their length and size alone, where they differ in both."""
+    gaps = [
+        gap
+        for family in families
+        for gap in family.gaps
+        if all(is_annealed(entry.arm.config.optim) for entry in gap.sides)
+        and gap.compares_attention
+        and gap.baseline.arm.params
+    ]
+    groups = _group(gaps, (*_GRID_KEYS, "model.heads"))
+    grids = []
+    for group in groups:  # the number of heads may grow with the size, or be an axis of its own
+        places = {(gap.baseline.arm.params, gap.baseline.tokens) for gap in group}
+        grids += [group] if len(places) == len(group) else _group(group, _GRID_KEYS)
+    names = [_grid_name(gaps) for gaps in grids]
+    return [
+        (name, gaps)
+        for name, gaps in zip(names, grids, strict=True)
+        if len({gap.baseline.tokens for gap in gaps}) > 1
+        and len({gap.baseline.arm.params for gap in gaps}) > 1
+    ]
+
+
+def _group(gaps: Sequence[Gap], keys: tuple[str, ...]) -> list[list[Gap]]:
+    groups: dict[tuple[object, ...], list[Gap]] = {}
+    for gap in gaps:
+        groups.setdefault(_group_key(gap, keys), []).append(gap)
+    return [*groups.values()]
+
+
+def _grid_name(gaps: Sequence[Gap]) -> str:
+    arm, heads = gaps[0].arm.arm, {gap.arm.arm.config.model.heads for gap in gaps}
+    control = [] if "none" in arm.controls else arm.controls
+    return "-".join([arm.variant, *(f"h{n}" for n in heads if len(heads) == 1), *control])
 
 
 def _x(along: str, entry: Entry) -> float:
@@ -145,10 +183,11 @@ class SeriesSummary:
     points: list[SeriesPoint]
     growth_per_doubling: Estimate | None
     equivalent: Equivalent | None  # None: not measured
+    asymptote: Estimate | None  # gap after infinitely many tokens: an extrapolation
 
 
-def describe_series(series: Series) -> SeriesSummary:
-    """Summarize one series."""
+def describe_series(series: Series, limit: Sample | None = None) -> SeriesSummary:
+    """Summarize one series; `limit` is its extrapolated gap."""
     factor, growth, equivalent = equivalent_log_factor(series), None, None
     if factor.n:
         ends = factor.interval()
@@ -160,4 +199,5 @@ def describe_series(series: Series) -> SeriesSummary:
         SeriesPoint(at=x, arm=gap.arm.name, **vars(describe_sample(gap.sample)))
         for x, gap in zip(series.x, series.gaps, strict=True)
     ]
-    return SeriesSummary(series.name, series.along, points, growth, equivalent)
+    asymptote = None if limit is None else describe_sample(limit)
+    return SeriesSummary(series.name, series.along, points, growth, equivalent, asymptote)

@@ -1,0 +1,1 @@
+"""Gaps over lengths and sizes, and scaling laws."""

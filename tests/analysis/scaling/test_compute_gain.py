@@ -1,0 +1,157 @@
+"""Compute gains: known truths are covered, and what the runs cannot tell is refused."""
+
+import math
+
+import numpy as np
+import pytest
+
+from qkablate.analysis.comparison.gaps import find_families
+from qkablate.analysis.scaling.compute_gain import fit_grids, jackknife
+from tests.analysis.scaling.truths import TRUTHS, cover
+from tests.analysis.worlds import describe_checked
+
+GRID = ("variant=standard,no_q", "seed=range(5)", "train.steps=12,24,48,96")
+SIZES = "model.d_model=16,32,64"
+E, A, ALPHA, B, BETA = 1.2, 20.0, 0.4, 30.0, 0.35
+WORTH = 0.8  # tokens of the arm count for less
+
+
+def law(params, tokens):
+    return E + A * params**-ALPHA + B * tokens**-BETA
+
+
+def finish(world, noise=0.0, worth=WORTH):
+    """End every run with the loss of the law, plus what its seed and the run itself add."""
+    rng = np.random.default_rng(1)
+    of_seed = rng.normal(0, noise, 100)
+
+    def loss(run):
+        arm = world.manifest.arms[run.arm]
+        tokens = arm.tokens * (worth if arm.variant == "no_q" else 1)
+        own = rng.normal(0, noise / 2)
+        return law(arm.params, tokens) + of_seed[run.changes["seed"]] + own
+
+    return world.finish(loss)
+
+
+def only_fit(world):
+    (fit,) = fit_grids(find_families(world.study()))
+    return fit
+
+
+@pytest.fixture
+def grid(cached_world):
+    return cached_world(*GRID, SIZES)
+
+
+def true_token_factor(fit):
+    """Solve L_baseline(N_baseline, x·D) = L_arm(N_arm, worth·D) for x."""
+    gap = fit.gaps[-1]
+    tokens = gap.arm.tokens
+    loss = law(gap.arm.arm.params, WORTH * tokens)
+    rest = loss - E - A * gap.baseline.arm.params**-ALPHA
+    return (rest / B) ** (-1 / BETA) / tokens
+
+
+def test_gains_of_a_known_law_are_found(grid):
+    fit = only_fit(finish(grid))
+    summary = fit.summary
+    assert (summary.reason, summary.sizes, summary.lengths, summary.seeds) == ("", 3, 4, 5)
+    assert summary.training_tokens.times == pytest.approx(true_token_factor(fit), rel=0.01)
+    assert 0.5 < summary.compute.times < 1  # it needs fewer FLOPs than the arm
+    arm, baseline = fit.laws
+    loss = arm.lowest_loss(summary.flops)
+    assert baseline.least_flops(loss) == pytest.approx(
+        summary.compute.times * summary.flops, rel=0.01
+    )
+    assert summary.asymptote.mean == pytest.approx(
+        A * (fit.gaps[-1].arm.arm.params ** -ALPHA - fit.gaps[-1].baseline.arm.params ** -ALPHA),
+        abs=5e-3,
+    )
+    for described in summary.laws:
+        assert described.held_out_largest < 5e-3
+        assert described.held_out.endswith("but for its shortest training")
+
+
+def test_four_sizes_are_checked_without_the_largest(cached_world):
+    grid = cached_world(*GRID, "model.d_model=16,32,48,64")
+    for described in only_fit(finish(grid)).summary.laws:
+        assert described.held_out == "the largest size"
+        assert described.held_out_largest < 2e-2
+
+
+def test_interval_widens_with_the_noise_and_holds_the_truth(grid):
+    widths = []
+    for noise in (0.002, 0.01):
+        fit = only_fit(finish(grid, noise))
+        low, high = fit.summary.training_tokens.interval
+        assert low < true_token_factor(fit) < high
+        widths.append(math.log(high / low))
+    assert widths[1] > 2 * widths[0]
+
+
+def test_summary_is_written_as_json_and_tables(grid):
+    study = finish(grid, 0.002).study()
+    describe_checked(study)
+
+
+@pytest.mark.parametrize(
+    ("words", "reason"),
+    [
+        (
+            (*GRID, "model.d_model=16,32"),
+            "2 sizes × 4 lengths of training; a scaling law",
+        ),
+        (
+            ("variant=standard,no_q", "seed=range(5)", "train.steps=12,24", SIZES),
+            "3 sizes × 2 lengths of training; a scaling law takes 3 × 3 at least",
+        ),
+        (
+            ("variant=standard,no_q", "seed=range(2)", "train.steps=12,24,48", SIZES),
+            "2 seeds have every run of both arms; 3 are needed",
+        ),
+    ],
+)
+def test_too_few_runs_are_refused(cached_world, words, reason):
+    summary = only_fit(finish(cached_world(*words))).summary
+    assert summary.reason.startswith(reason)
+    assert (summary.compute, summary.asymptote) == (None, None)
+
+
+def test_gain_beyond_the_baseline_s_reach_is_refused(grid):
+    """An arm whose tokens count ten times has a loss that the baseline would reach far away."""
+    summary = only_fit(finish(grid, worth=10)).summary
+    assert summary.training_tokens.times is None
+    assert summary.training_tokens.reason.startswith("standard would need more than 2 times its")
+
+
+def test_loss_that_does_not_fall_is_no_law(grid):
+    world = grid.finish(lambda run: 2.0 + run.changes["seed"] / 100)
+    summary = only_fit(world).summary
+    assert summary.reason == "no_q-h2: its loss does not fall with parameters as a power"
+
+
+def test_one_size_or_length_makes_no_grid(cached_world):
+    assert fit_grids(find_families(finish(cached_world(*GRID)).study())) == []
+
+
+def test_jackknife_of_a_linear_measure_is_the_sample_itself():
+    """The pseudo-values of a mean are the numbers."""
+    values = np.array([1.0, 4.0, 2.0, 9.0])
+
+    class Mean:
+        def __init__(self, numbers):
+            self.mean = numbers.mean()
+
+    without = [[Mean(np.delete(values, i))] * 2 for i in range(4)]
+    sample = jackknife(lambda a, b: a.mean, [Mean(values)] * 2, without)
+    assert sample.values == pytest.approx(values)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("truth", TRUTHS)
+def test_interval_of_the_compute_gain_covers_the_truth(truth):
+    """3 sizes × 4 lengths × 5 seeds; 93 % at least, within the error of 150 studies."""
+    found = cover(truth, seeds=5, noise=0.005, studies=150)
+    assert found.given > 0.9 * found.studies
+    assert found.rate > 0.93 - 2 * math.sqrt(0.93 * 0.07 / found.given)
