@@ -10,7 +10,6 @@ weights, optimizer, rows and predictions. Imports no torch.
     predictions/       those that only shorter runs record, before they branch off
 """
 
-import copy
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -73,13 +72,10 @@ def find_prefix(config: Config, identity: Mapping[str, Any]) -> Prefix | None:
     steps = stable_steps(config)
     if steps < 1:
         return None
-    settings = copy.deepcopy(dict(identity))
-    for name in _OF_THE_END:
-        settings["train"].pop(name, None)
+    train = {key: value for key, value in identity["train"].items() if key not in _OF_THE_END}
     # The rows and predictions in common depend on these, too.
-    settings["log_every"] = config.tracking.log_every
-    settings["diagnostics_every"] = config.diagnostics.every
-    return Prefix(run_id(settings), steps)
+    rows = {"log_every": config.tracking.log_every, "diagnostics": config.diagnostics.every}
+    return Prefix(run_id({**identity, "train": train, "rows": rows}), steps)
 
 
 def with_steps(config: Config, steps: int) -> Config:
