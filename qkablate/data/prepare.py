@@ -15,7 +15,7 @@ import numpy as np
 
 from qkablate.config import DataConfig
 from qkablate.config.data import HELD_OUT_SPLITS, PAIR_SOURCES, PAIRS_OF_FILES, SPLITS
-from qkablate.data import bpe, hub, sources, tokenizers
+from qkablate.data import hub, sources, tokenizers
 from qkablate.data.document_store import (
     HELD_OUT_FRACTION,
     STDLIB_HELD_OUT_FRACTION,
@@ -27,6 +27,7 @@ from qkablate.data.document_store import (
 from qkablate.data.pairs.sources import SPLIT_RULES, open_pairs
 from qkablate.data.progress import Progress
 from qkablate.data.sources import Source, describe_source
+from qkablate.data.text import bpe
 from qkablate.data.tokenizers import Tokenizer
 from qkablate.data.writer import DOCUMENT_END, SplitWriter
 from qkablate.disk import read_file

@@ -13,8 +13,8 @@ from typing import Any, Self
 
 import numpy as np
 
-from qkablate.data import bpe
 from qkablate.data.network import Unreachable, with_token_files
+from qkablate.data.text import bpe
 from qkablate.errors import UserError
 
 # Half a million consecutive spaces overflow the stack of tiktoken.

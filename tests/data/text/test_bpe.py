@@ -5,7 +5,8 @@ import regex
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from qkablate.data import bpe, tokenizers
+from qkablate.data import tokenizers
+from qkablate.data.text import bpe
 
 TEXT = ["low lower lowest", "new newer newest wide wider widest"] * 3
 
