@@ -27,7 +27,7 @@ from qkablate.errors import UserError
 ROOT = Path(__file__).parent.parent
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
 # Flags of Hydra, which `train` passes on.
-HYDRA_FLAGS = {"-m", "--multirun", "--help", "--rerun", "--cfg", "--info"}
+HYDRA_FLAGS = {"-m", "--multirun", "--help", "--rerun", "--extend", "--cfg", "--info"}
 
 
 def commands(file: Path) -> list[str]:

@@ -120,13 +120,16 @@ def run_sweep(
 
     wandb = resolve_mode(manifest.tracking) != "disabled"
     engine = request.settings.engine
-    plan = text.format_plan(manifest, len(slots), engine=engine)
+    share = request.settings.sweep.share_prefix
+    plan = text.format_plan(manifest, len(slots), engine=engine, share_prefix=share)
     has_threads = request.choices.get("threads", ["auto"]) != ["auto"]
     # On a cluster a run gets the cores it asks for; a run that is resumed keeps its threads anyway.
     keep_threads = not has_threads and engine.name == "local"
     manifest = freeze(manifest, plan, keep_threads=keep_threads)
     table = ProgressTable()
-    summary = text.format_plan(manifest, len(slots), engine=engine, is_summary=True)
+    summary = text.format_plan(
+        manifest, len(slots), engine=engine, share_prefix=share, is_summary=True
+    )
     for line in (f"sweep    {manifest.folder}", *summary):
         table.note(line)
     launcher = Launcher(
@@ -135,6 +138,7 @@ def run_sweep(
         table,
         retry_failed=retry,
         stop_on_failure=request.settings.on_failure == "stop",
+        share_prefix=share,
     )
     code = launcher.run()
     is_last = launcher.trained and not launcher.sweep_state.is_running()

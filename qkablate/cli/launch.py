@@ -32,11 +32,15 @@ def show_plan(
         estimated = estimate_arms(manifest, timed)
     except NotTimedError as error:
         reason = str(error)
+    share = request.settings.sweep.share_prefix
+    count = len(slots)
     if as_json:
-        print_json(text.plan_to_json(manifest, len(slots), estimated, done))
+        print_json(text.plan_to_json(manifest, count, estimated, done, share_prefix=share))
         return 0
     screen = find_screen(sys.stdout)
-    lines = text.format_plan(manifest, len(slots), estimated, done, engine, screen=screen)
+    lines = text.format_plan(
+        manifest, count, estimated, done, engine, share_prefix=share, screen=screen
+    )
     print("\n".join(lines))
     if reason:
         print_text(f"cost     not estimated: {reason}", " " * 9)

@@ -49,6 +49,8 @@ Keys of a sweep
   sweep.tune=true          choose optim.lr and variant.lr for every arm on
                            validation (sweep.tuning_seeds), then train all seeds
                            at the best rates
+  sweep.share_prefix=true  with optim.schedule=wsd, runs that differ in length
+                           begin at the longest one's checkpoints; same numbers
   sweep.name=NAME          the first part of the folder's name
   engine=local             where to train: local (here), slurm (job arrays),
                            ray; `engine.…` has the keys of each:

@@ -2,6 +2,7 @@
 
 import itertools
 import math
+from collections.abc import Set
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -9,11 +10,12 @@ from typing import Any
 from qkablate.cli.arguments import Parser, out_words
 from qkablate.cli.hydra.app import run_hydra
 from qkablate.compose.configs import build_jobs, compose_jobs
-from qkablate.config import Role, keys_with, load, variants
+from qkablate.config import Config, Role, flatten, keys_with, load, variants
 from qkablate.errors import UserError, print_stderr
 from qkablate.report.text.table import format_known
 from qkablate.runs.lease import AlreadyRunning, LeaseLost
 from qkablate.runs.listing import shorten_names
+from qkablate.runs.prefix import LENGTH_KEYS
 from qkablate.runs.run import EXIT_CODES
 from qkablate.runs.text_references import find_text_references
 from qkablate.table import format_part, print_next_commands, print_table
@@ -24,12 +26,15 @@ from qkablate.training.signals import Stopped
 # Flags that make Hydra read another configuration.
 _OTHER_CONFIGS = {"--config-dir", "-cd", "--config-path", "-cp", "--config-name", "-cn"}
 
+_OWN_FLAGS = ("--rerun", "--extend")  # all others are Hydra's
+
 _MAX_NAMES = 6  # runs that the command printed after a multirun names
 
 _SEEDS = "seed=range(6)"  # of the sweep that it names
 
 PARSER = Parser("")
 PARSER.switch("--rerun", "train again, even if the run is done")
+PARSER.switch("--extend", "go on from the stable phase of a shorter wsd run")
 
 
 def main(argv: list[str]) -> int:
@@ -49,11 +54,14 @@ def _main(argv: list[str], ranks: Ranks) -> int:
     """Remove the verb's own flags, and pass the rest to Hydra."""
     from qkablate.cli.hydra import multirun
 
-    if ranks.count > 1 and {"-m", "--multirun"} & {*argv}:
+    are_several = bool({"-m", "--multirun"} & {*argv})
+    if ranks.count > 1 and are_several:
         raise UserError(
             "-m: several processes train one run together; without torchrun, -m trains many"
         )
-    rerun, config_flags = "--rerun" in argv, find_config_flags(argv)
+    if "--extend" in argv and are_several:
+        raise UserError("--extend: one run goes on from another; give it without -m")
+    flags, config_flags = {*_OWN_FLAGS} & {*argv}, find_config_flags(argv)
     codes: list[int] = []
     multirun.CheckEveryJob.runs, multirun.CheckEveryJob.folder = [], None
 
@@ -65,7 +73,7 @@ def _main(argv: list[str], ranks: Ranks) -> int:
         is_multirun = HydraConfig.get().mode == RunMode.MULTIRUN
         loss = math.inf
         try:
-            code, loss = _train(composed, rerun, is_multirun, ranks, config_flags)
+            code, loss = _train(composed, flags, is_multirun, ranks, config_flags)
             codes.append(code)
         except UserError as error:  # printed here: Hydra would add lines of its own
             if not ranks.is_first:
@@ -80,9 +88,9 @@ def _main(argv: list[str], ranks: Ranks) -> int:
             ranks.disconnect()
         return loss
 
-    argv = [word for word in argv if word != "--rerun"]
-    flags = {word.partition("=")[0] for word in argv}
-    if flags & {"--cfg", "-c"} and not flags & _OTHER_CONFIGS:
+    argv = [word for word in argv if word not in _OWN_FLAGS]
+    words = {word.partition("=")[0] for word in argv}
+    if words & {"--cfg", "-c"} and not words & _OTHER_CONFIGS:
         _check([word for word in argv if "=" in word and not word.startswith(("-", "hydra"))])
     run_hydra("train", argv, task)
     if search := multirun.read_search():
@@ -113,7 +121,7 @@ def _check(words: list[str]) -> None:
 
 
 def _train(
-    composed: Any, rerun: bool, is_multirun: bool, ranks: Ranks, config_flags: list[str]
+    composed: Any, flags: Set[str], is_multirun: bool, ranks: Ranks, config_flags: list[str]
 ) -> tuple[int, float]:
     """Train one run, print its result, and return its exit code and its validation loss.
 
@@ -121,7 +129,8 @@ def _train(
     """
     from hydra.core.hydra_config import HydraConfig
 
-    config = ranks.resolve(load(composed))
+    extend = "--extend" in flags
+    config = ranks.resolve(load(composed, resolved=not extend))
     from qkablate.data.corpus import check_available
 
     check_available(config.data)
@@ -132,7 +141,8 @@ def _train(
     try:
         if not ranks.is_first:
             return follow(ranks), math.inf
-        planned, outcome = train_config(config, rerun=rerun, ranks=ranks)
+        rerun = "--rerun" in flags
+        planned, outcome = train_config(config, rerun=rerun, extend=extend, ranks=ranks)
     except (AlreadyRunning, LeaseLost) as error:
         print_stderr(f"qkablate: {error}")
         return 1, math.inf
@@ -149,12 +159,19 @@ def _train(
     with suppress(BrokenPipeError):  # as in `| head`: the run is done all the same
         _print_result(outcome.result, outcome.trained, planned.run.folder)
         if not is_multirun:
-            words = [*config_flags, *HydraConfig.get().overrides.task]
+            typed = [*HydraConfig.get().overrides.task]
+            words = [*config_flags, *typed, *_words_of_extension(planned.config, typed) * extend]
             print_next(outcome.result, words, planned.run.folder, config.optim.lr)
     if is_multirun and outcome.signal:
         raise SystemExit(128 + outcome.signal)
     status = outcome.result["status"]
     return EXIT_CODES[status], outcome.result["loss"]["val"] if status == "done" else math.inf
+
+
+def _words_of_extension(config: Config, typed: list[str]) -> list[str]:
+    """Return the settings that a run has taken over from the one that it extends."""
+    values, keys = flatten(config), {word.partition("=")[0] for word in typed}
+    return [f"{key}={values[key]}" for key in LENGTH_KEYS if key not in keys]
 
 
 def _print_result(result: dict[str, Any], trained: bool, folder: Path) -> None:

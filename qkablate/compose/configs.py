@@ -28,7 +28,7 @@ T = TypeVar("T")
 _USER = "command-line"  # Hydra's name of the folder that --config-dir gives
 
 
-def make_config(words: Mapping[str, str], name: str = "train") -> Config:
+def make_config(words: Mapping[str, str], name: str = "train", *, resolved: bool = True) -> Config:
     """Return the checked config that {key: value} makes, as `qkablate train` would."""
     from omegaconf import OmegaConf
     from omegaconf.errors import OmegaConfBaseException
@@ -44,7 +44,7 @@ def make_config(words: Mapping[str, str], name: str = "train") -> Config:
             OmegaConf.update(typed, key, _parse_value(f"{key}={value}"), force_add=False)
         except OmegaConfBaseException as error:
             raise UserError(explain(error)) from None
-    return build_config(typed)
+    return build_config(typed, resolved=resolved)
 
 
 @functools.lru_cache(maxsize=100_000)
@@ -144,10 +144,13 @@ class Job:
     words: list[str]
 
 
-def compose_jobs(words: list[str], *, of_all_variants: bool = False) -> list[Job]:
+def compose_jobs(
+    words: list[str], *, of_all_variants: bool = False, resolved: bool = True
+) -> list[Job]:
     """Return a checked config for every combination of the values given.
 
-    With `of_all_variants`, words that choose no variant stand for each of them.
+    With `of_all_variants`, words that choose no variant stand for each of them. What is not
+    `resolved` may be `auto`.
     """
     implied = []  # not typed by the user: no message mentions it
     if of_all_variants and not sets_key(words, "variant"):
@@ -155,7 +158,7 @@ def compose_jobs(words: list[str], *, of_all_variants: bool = False) -> list[Job
     with open_hydra():
         return for_each_job(
             expand_words([*implied, *words]),
-            lambda job: Job(make_config(split_words(job)), job),
+            lambda job: Job(make_config(split_words(job), resolved=resolved), job),
             skipped=len(implied),
         )
 

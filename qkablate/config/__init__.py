@@ -97,15 +97,15 @@ __all__ = [
 ]
 
 
-def load(composed: Any) -> Config:
-    """Return the checked config that Hydra composed."""
+def load(composed: Any, *, resolved: bool = True) -> Config:
+    """Return the checked config that Hydra composed; with `auto` where it is not `resolved`."""
     from omegaconf.errors import OmegaConfBaseException
 
     try:
         typed = to_typed(composed, Config)
     except OmegaConfBaseException as error:
         raise UserError(explain(error)) from None
-    return build_config(typed)
+    return build_config(typed, resolved=resolved)
 
 
 def to_typed(composed: Any, schema: type[Any]) -> Any:
@@ -117,8 +117,8 @@ def to_typed(composed: Any, schema: type[Any]) -> Any:
     return OmegaConf.merge(OmegaConf.structured(schema), plain)
 
 
-def build_config(typed: Any) -> Config:
-    """Return the checked and resolved config of a typed container."""
+def build_config(typed: Any, *, resolved: bool = True) -> Config:
+    """Return the checked config of a typed container; with `auto` where it is not `resolved`."""
     from omegaconf import OmegaConf
     from omegaconf.errors import OmegaConfBaseException
 
@@ -128,7 +128,7 @@ def build_config(typed: Any) -> Config:
         raise UserError(explain(error)) from None
     assert isinstance(config, Config)
     check(config)
-    return resolve(config)
+    return resolve(config) if resolved else config
 
 
 def check(config: Config) -> None:

@@ -83,6 +83,11 @@ class GridConfig:
         "choose optim.lr and variant.lr for every arm on validation, then run the seeds there",
     )
     tuning_seeds: list[int] = grid_key([1000, 1001, 1002], "with tune=true", bounds=(0, BIG))
+    share_prefix: bool = launch_key(
+        True,
+        "train what wsd runs of several lengths have in common once, in the longest; it changes no"
+        " number",
+    )
 
 
 @dataclass

@@ -50,13 +50,15 @@ def position_count(vocabulary: int) -> int:
 def recorded_steps(config: Config) -> range:
     """Return the steps, but for the last, with recorded predictions.
 
-    Those of the diagnostics, or every second, third, … of them where that were too many files.
+    Those of the diagnostics, or every second, fourth, … of them where that were too many files: the
+    steps of a longer run are among those of a shorter one, which may be a part of it.
     """
     last, every = int(config.train.steps), config.diagnostics.every
     every = int(config.train.eval_every if every == "auto" else every)
     if not every:
         return range(0)
-    return range(0, last, every * math.ceil(math.ceil(last / every) / (MAX_FILES - 1)))
+    parts = math.ceil(math.ceil(last / every) / (MAX_FILES - 1))
+    return range(0, last, every * 2 ** (parts - 1).bit_length())
 
 
 def is_recorded(config: Config, step: int) -> bool:

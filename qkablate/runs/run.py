@@ -8,6 +8,7 @@ Imports neither torch nor training, so that reports can read runs anywhere.
     environment.json   versions, machine, threads, code
     metrics.jsonl      one row per line: the authoritative metrics
     checkpoints/       step-00000250/ …
+    branches/          checkpoints for runs of another length: see prefix.py
     start/             initial weights from another run: see training/warm_start/start.py
     predictions/       predictions at fixed positions, over training: see predictions.py
     attention_map.safetensors  attention over one text, at the end: see attention_map.py
@@ -50,6 +51,7 @@ _ATTEMPT_FILES = (
     "error.txt",
     "metrics.jsonl",
     "checkpoints",
+    "branches",
     "predictions",
     "attention_map.safetensors",
     "document_losses.safetensors",
@@ -155,7 +157,10 @@ class Run:
     @contextmanager
     def hold_lease(self, observer: LeaseObserver | None = None) -> Iterator[Lease]:
         """Hold the run's lease; raise AlreadyRunning if another process does."""
+        branches = self.folder / "branches"
         for folder in (self.folder, self.checkpoints, self.start, self.folder / "predictions"):
+            refuse_links(folder)
+        for folder in (branches, branches / "predictions"):
             refuse_links(folder)
         with hold_lease(self.folder, observer) as lease:
             self._archive_attempt()

@@ -11,9 +11,10 @@ import json
 import os
 import shutil
 import zipfile
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import safetensors.torch
@@ -60,13 +61,19 @@ class Checkpoint:
     state: dict[str, Any] = field(default_factory=dict)
 
 
-def bytes_needed(params: int) -> int:
+def bytes_needed(params: int, branches: int = 0) -> int:
     """Return the size of all checkpoints that can exist at once: fp32 weights and two moments."""
-    return 12 * params * (KEEP + 1) + 2**24
+    return 12 * params * (KEEP + 1 + branches) + 2**24
 
 
-def save(folder: Path, checkpoint: Checkpoint) -> Path:
-    """Write a checkpoint atomically, then delete the oldest."""
+def save(
+    folder: Path,
+    checkpoint: Checkpoint,
+    *,
+    keep: int | None = KEEP,
+    others: Mapping[str, bytes] = MappingProxyType({}),
+) -> Path:
+    """Write a checkpoint with some other files atomically, then delete all but the newest."""
     make_folder(folder)
     final = folder / f"step-{checkpoint.progress.step:08d}"
     temporary = folder / f".{final.name}.tmp"
@@ -77,15 +84,18 @@ def save(folder: Path, checkpoint: Checkpoint) -> Path:
     safetensors.torch.save_file(weights, temporary / _FILES[0])
     torch.save(checkpoint.state, temporary / _FILES[1])
     (temporary / _FILES[2]).write_text(json.dumps(asdict(checkpoint.progress)), encoding="utf-8")
-    sums = "".join(f"{hash_file(temporary / name)}  {name}\n" for name in _FILES)
+    for name, content in others.items():
+        (temporary / name).write_bytes(content)
+    sums = "".join(f"{hash_file(temporary / name)}  {name}\n" for name in (*_FILES, *others))
     (temporary / "SHA256SUMS").write_text(sums, encoding="utf-8")
-    for name in (*_FILES, "SHA256SUMS"):
+    for name in (*_FILES, *others, "SHA256SUMS"):
         _sync_file(temporary / name)
     sync_folder(temporary)
     shutil.rmtree(final, ignore_errors=True)  # a damaged one of the same step
     temporary.rename(final)
     sync_folder(folder)
-    keep_newest(folder, KEEP)
+    if keep is not None:
+        keep_newest(folder, keep)
     return final
 
 
@@ -128,7 +138,7 @@ def keep_newest(folder: Path, count: int) -> None:
 def load(path: Path, device: str) -> Checkpoint:
     """Load a checkpoint; raise ValueError if it is damaged."""
     checkpoint = load_weights(path, device)
-    _check_sums(path, _FILES[1])
+    check_sums(path, _FILES[1])
     checkpoint.state = _load_state(path / _FILES[1], device)
     return checkpoint
 
@@ -150,7 +160,7 @@ def _load_state(path: Path, device: str) -> dict[str, Any]:
 
 def load_weights(path: Path, device: str = "cpu") -> Checkpoint:
     """Load a checkpoint without state.pt, which only training needs."""
-    _check_sums(path, _FILES[0], _FILES[2])
+    check_sums(path, _FILES[0], _FILES[2])
     progress = from_json(TrainProgress, parse_json(read_file(path / _FILES[2])), _FILES[2])
     try:
         weights = safetensors.torch.load_file(path / _FILES[0], device=device)
@@ -161,7 +171,7 @@ def load_weights(path: Path, device: str = "cpu") -> Checkpoint:
 
 def weights_sha256(path: Path) -> str:
     """Return the hash of a checkpoint's weights; raise ValueError or OSError if damaged."""
-    _check_sums(path, _FILES[0], _FILES[2])
+    check_sums(path, _FILES[0], _FILES[2])
     return hash_file(path / _FILES[0])
 
 
@@ -170,7 +180,8 @@ def find_checkpoints(folder: Path) -> list[Path]:
     return sorted(folder.glob("step-*"), reverse=True)
 
 
-def _check_sums(path: Path, *names: str) -> None:
+def check_sums(path: Path, *names: str) -> None:
+    """Raise ValueError for a file of a checkpoint that is not as it was written."""
     lines = read_file(path / "SHA256SUMS").decode("utf-8", "replace").splitlines()
     for name in names:
         if f"{hash_file(path / name)}  {name}" not in lines:

@@ -5,11 +5,14 @@ from pathlib import Path
 from typing import Any
 
 from qkablate.config import KEYS
+from qkablate.runs.prefix import BranchOrigin
 from qkablate.runs.records import read_json, write_json
 from qkablate.runs.run import describe_environment, package_versions
 from qkablate.training import hardware
 from qkablate.training.resolve import RunPlan
 
+# What is known of a machine that may change the last bits of what it computes.
+_COMPUTING = ("cpu", "device", "device_memory", "cpu_capability")
 _MAX_THREADS = (KEYS["threads"].bounds or (1, 1))[1]
 
 
@@ -49,6 +52,28 @@ def write(plan: RunPlan, processes: int) -> None:
             plan.config, hardware.describe_device(plan.config), processes
         )
         write_json(folder / "environment.json", current)
+
+
+def describe_computation(folder: Path) -> dict[str, Any]:
+    """Return what the last bits of a run depend on beside its config, from its environment.json."""
+    content = _read(folder) or {}
+    machine = content.get("machine")
+    machine = machine if isinstance(machine, dict) else {}
+    began, now = content.get("versions", {}), package_versions()
+    packages = ("torch", "numpy")
+    return {
+        **{package: now.get(package) for package in packages},
+        **{key: machine[key] for key in _COMPUTING if key in machine},
+        **{key: content.get(key, 1) for key in ("threads", "processes")},
+        "resumed": [package for package in packages if began.get(package) != now.get(package)],
+    }
+
+
+def record_branch(folder: Path, origin: BranchOrigin) -> None:
+    """Add to environment.json from which run another one's first steps were taken."""
+    content, branch = _read(folder), {"run": origin.run, "step": origin.step}
+    if content is not None:
+        write_json(folder / "environment.json", {**content, "branch": branch})
 
 
 def _read_environment(folder: Path) -> dict[str, Any] | None:

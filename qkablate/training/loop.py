@@ -2,7 +2,7 @@
 
 import math
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator
 from contextlib import contextmanager
 from functools import cached_property
 from typing import Any, Protocol
@@ -17,6 +17,7 @@ from qkablate.runs.document_losses import DocumentLossesHeader, write_document_l
 from qkablate.training import hardware
 from qkablate.training.checkpoint import Checkpoint, TrainProgress
 from qkablate.training.distributed.ranks import SINGLE_PROCESS, Ranks
+from qkablate.training.recorders.branches import BranchRecorder, write_predictions_of_branches
 from qkablate.training.recorders.diagnostics import make_panel, record_attention
 from qkablate.training.recorders.evaluation import PredictionRecorder, evaluate_split
 from qkablate.training.resolve import RunPlan
@@ -54,13 +55,17 @@ class Trainer:
         *,
         sinks: Iterable[Sink] = (),
         save: Callable[[Checkpoint], None] = lambda _: None,
+        branch: Callable[[Checkpoint], None] = lambda _: None,
+        horizons: Collection[int] | None = None,  # see BranchRecorder
         stop: Callable[[], bool] = lambda: False,
         write: Callable[..., None] = lambda *_: None,  # calls a function with the run's folder
         began: float | None = None,
         ranks: Ranks = SINGLE_PROCESS,
     ) -> None:
         self.plan, self.config, self.model, self.ranks = plan, plan.config, model, ranks
-        self.sinks, self.save, self.stop, self.write = list(sinks), save, stop, write
+        self.sinks, self.stop, self.write = list(sinks), stop, write
+        self.save, self.branch = save, branch
+        self.branches = BranchRecorder(plan, horizons)
         self.record_predictions = PredictionRecorder(plan, write)
         self.progress = TrainProgress() if resumed is None else resumed.progress
         self._saved = -1 if resumed is None else resumed.progress.step
@@ -89,10 +94,11 @@ class Trainer:
             if is_due and progress.diagnosed < step:
                 with self.throughput.paused():
                     self._diagnose(last)
-            if progress.predicted < step and predictions.is_recorded(self.config, step):
+            if progress.predicted < step:
+                self._predict(step)
+            if self.branches.is_due(step):
                 with self.throughput.paused():
-                    self.record_predictions(self.model, step)
-                progress.predicted = step
+                    self.branch(self._make_checkpoint())
             if last or (step and step % train.checkpoint_every == 0):
                 with self.throughput.paused():
                     self.checkpoint()
@@ -136,6 +142,18 @@ class Trainer:
         self._log({f"val/{name}": value for name, value in metrics.items()})
         self.progress.evaluated = self.progress.step
 
+    def _predict(self, step: int) -> None:
+        """Record predictions if they are due, here or in a run that branches off."""
+        if predictions.is_recorded(self.config, step):
+            save = predictions.write_predictions
+        elif self.branches.is_predicted(step):
+            save = write_predictions_of_branches
+        else:
+            return
+        with self.throughput.paused():
+            self.record_predictions(self.model, step, save)
+        self.progress.predicted = step
+
     @cached_property
     def _panel(self) -> DiagnosticPanel:
         return make_panel(self.plan, self.model)
@@ -163,10 +181,13 @@ class Trainer:
         """Write a checkpoint, unless this step has one."""
         if self._saved == self.progress.step:
             return
+        self.save(self._make_checkpoint())
+        self._saved = self.progress.step
+
+    def _make_checkpoint(self) -> Checkpoint:
         self._check_finite()
         self.progress.seconds, self._began = self.seconds(), time.perf_counter()
-        self.save(self.train_step.checkpoint(self.progress))
-        self._saved = self.progress.step
+        return self.train_step.checkpoint(self.progress)
 
     def seconds(self) -> float:
         """Return the duration of all sessions until now."""

@@ -8,6 +8,7 @@ import torch
 from torch import nn
 
 from qkablate.config import Config, OptimConfig
+from qkablate.config.schedule import cooldown_begin
 from qkablate.models.base import Model
 
 
@@ -57,7 +58,6 @@ def make_optimizer(model: Model, config: Config) -> AdamW:
 def learning_rate(optim: OptimConfig, step: int, steps: int) -> float:
     """Return the learning rate of step 0 … steps - 1, before a group's multiplier."""
     assert isinstance(optim.warmup, int)
-    assert isinstance(optim.cooldown, float)
     if step < optim.warmup:
         return optim.lr * (step + 1) / optim.warmup
     if optim.schedule == "constant":
@@ -67,6 +67,6 @@ def learning_rate(optim: OptimConfig, step: int, steps: int) -> float:
         fraction = (step - optim.warmup) / (last - optim.warmup)
         height = 0.5 * (1 + math.cos(math.pi * fraction))
     else:  # wsd: stable, then straight down
-        begin = max(optim.warmup, last - round(optim.cooldown * steps))
+        begin = cooldown_begin(optim, steps)
         height = 1.0 if step <= begin else (last - step) / (last - begin)
     return optim.lr * (optim.lr_final + (1 - optim.lr_final) * height)

@@ -11,6 +11,7 @@ import torch
 from qkablate.attention import Attention
 from qkablate.config import Config
 from qkablate.config.data import PADDED_SOURCES
+from qkablate.config.schedule import stable_steps
 from qkablate.data import Data, open_data
 from qkablate.disk import make_folder
 from qkablate.errors import ImpossibleConfig, UserError
@@ -80,7 +81,8 @@ def plan_run(
         total = build_empty_model(config, 1).parameter_counts()["total"]
         _check_out(
             Path(config.out).expanduser(),
-            checkpoint.bytes_needed(total) + predictions.bytes_needed(config),
+            checkpoint.bytes_needed(total, branches=min(1, stable_steps(config)))
+            + predictions.bytes_needed(config),
         )
     if data is None:
         data = open_data(config.data, config.model)

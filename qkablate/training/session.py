@@ -10,19 +10,24 @@ from dataclasses import dataclass
 from typing import Any
 
 from qkablate.config.variant import layer_names
+from qkablate.disk import read_file
 from qkablate.errors import UserError
 from qkablate.models.base import Model
 from qkablate.runs import text_references
 from qkablate.runs.lease import Lease, LeaseLost, LeaseObserver
+from qkablate.runs.prefix import NO_BRANCHING, Branching
+from qkablate.runs.records import decode_row
 from qkablate.runs.run import EXIT_CODES, Run
 from qkablate.tracking import MetricsFile, Terminal, WandbRun
 from qkablate.training import checkpoint, environment, hardware, result
 from qkablate.training.distributed.broadcast import broadcast
 from qkablate.training.distributed.ranks import SINGLE_PROCESS, Ranks
 from qkablate.training.loop import Diverged, Interrupted, Trainer
+from qkablate.training.recorders.branches import write_branch
 from qkablate.training.recorders.examples import make_example_tables
 from qkablate.training.resolve import RunPlan, plan_run
 from qkablate.training.signals import Signals, Stopped
+from qkablate.training.warm_start.branch import start_from_branch
 from qkablate.training.warm_start.start import load_or_project
 
 
@@ -31,8 +36,12 @@ class _RunWriter:
     """Writes into the run's folder; as the first sink, it ends logging once the lease is lost."""
 
     lease: Lease
-    run: Run
+    plan: RunPlan
     metrics: MetricsFile
+
+    @property
+    def run(self) -> Run:
+        return self.plan.run
 
     def log(self, row: dict[str, Any]) -> None:
         self.lease.check()
@@ -41,6 +50,11 @@ class _RunWriter:
         self.lease.verify()
         state.progress.metrics_end = self.metrics.sync()
         checkpoint.save(self.run.checkpoints, state)
+
+    def branch(self, state: checkpoint.Checkpoint) -> None:
+        self.lease.verify()
+        state.progress.metrics_end = self.metrics.sync()
+        write_branch(self.plan, state)
 
     def write(self, function: Callable[..., None], *content: Any) -> None:
         self.lease.verify()
@@ -64,6 +78,7 @@ def train_run(
     packed: int = 1,
     observer: LeaseObserver | None = None,
     ranks: Ranks = SINGLE_PROCESS,
+    branching: Branching = NO_BRANCHING,
 ) -> Outcome:
     """Train the run, as one of `packed` on this machine, or return the result it has.
 
@@ -80,12 +95,17 @@ def train_run(
             return Outcome(existing, trained=False)
         signals = Signals()
         with signals.listen(), hardware.preserve_process_state():
-            trained = _train_session(plan, signals, lease, packed, ranks)
+            trained = _train_session(plan, signals, lease, packed, ranks, branching)
             return Outcome(trained, trained=True, signal=signals.received)
 
 
 def _train_session(
-    plan: RunPlan, signals: Signals, lease: Lease, packed: int, ranks: Ranks
+    plan: RunPlan,
+    signals: Signals,
+    lease: Lease,
+    packed: int,
+    ranks: Ranks,
+    branching: Branching,
 ) -> dict[str, Any]:
     """Train until the run ends; write and return its result."""
     began = time.perf_counter()
@@ -98,6 +118,7 @@ def _train_session(
     notes += _remove_failure(run)
     content = result.make_base_result(plan, packed, ranks.count)
     trainer: Trainer | None = None
+    branched: checkpoint.Checkpoint | None = None
     with ExitStack() as stack:
         try:
             hardware.configure_process(plan.config)
@@ -106,7 +127,9 @@ def _train_session(
             if resumed:
                 notes.append(f"resuming from step {resumed.progress.step}")
             else:
-                resumed = start or _load_start(plan)
+                lease.verify()
+                branched = start_from_branch(plan, branching, device, notes.append)
+                resumed = branched or start or _load_start(plan)
             progress = resumed.progress if resumed else checkpoint.TrainProgress()
             metrics = MetricsFile(run.metrics, progress.metrics_end)
             stack.callback(metrics.close)
@@ -119,7 +142,10 @@ def _train_session(
             tracking = plan.config.tracking
             wandb_run = WandbRun(tracking, identity, run.folder, config, terminal.note, names)
             stack.callback(_close_wandb, wandb_run, plan, content)
-            writer = _RunWriter(lease, run, metrics)
+            if branched and wandb_run.is_on:
+                for line in read_file(run.metrics).splitlines():
+                    wandb_run.log(decode_row(line))
+            writer = _RunWriter(lease, plan, metrics)
 
             def stop() -> bool:
                 lease.check()
@@ -132,6 +158,8 @@ def _train_session(
                 resumed,
                 sinks=(writer, metrics, terminal, wandb_run),
                 save=writer.save,
+                branch=writer.branch,
+                horizons=branching.horizons,
                 stop=stop,
                 write=writer.write,
                 began=began,

@@ -5,6 +5,7 @@ import signal
 import pytest
 
 import qkablate as api
+from qkablate.errors import UserError
 from qkablate.runs.run import Run
 from qkablate.training.loop import Trainer
 from tests.api.helpers import as_keys
@@ -37,6 +38,15 @@ def test_a_second_call_returns_the_result(keys):
     assert (first.folder / "result.json").stat().st_mtime_ns == ended
     assert api.train(rerun=True, **keys).test == first.test
     assert (first.folder / "attempts" / "1").is_dir()
+
+
+def test_a_run_extends_a_shorter_one(keys):
+    keys["optim.schedule"] = "wsd"
+    shorter = api.train(**keys)
+    longer = api.train(extend=True, **keys | {"train.steps": 20})
+    assert longer.config["optim.warmup"] == shorter.config["optim.warmup"]
+    with pytest.raises(UserError, match="no shorter wsd run"):
+        api.train(extend=True, **keys)
 
 
 MISTAKES = [

@@ -1,6 +1,7 @@
 """Schedule, number and names of the files with predictions."""
 
 import dataclasses
+import itertools
 import math
 
 import pytest
@@ -45,6 +46,13 @@ def test_files_are_few_and_include_the_first_and_last_step(steps, every):
     if math.ceil(steps / interval) < MAX_FILES:
         assert [*before_last] == [*range(0, steps, interval)]
     assert bytes_needed(run) == len(recorded) * MAX_BYTES
+
+
+@pytest.mark.parametrize("every", [1, 3, 250])
+def test_steps_of_a_longer_run_are_among_those_of_a_shorter_one(every):
+    lengths = [12, 250, 1000, 4999, 10_000, 15_000, 10**6]
+    for shorter, longer in itertools.pairwise(recorded_steps(config(n, every)) for n in lengths):
+        assert {step for step in longer if step < shorter.stop} <= {*shorter}
 
 
 def test_nothing_is_recorded_without_diagnostics():

@@ -13,6 +13,11 @@ from pathlib import Path
 
 import pytest
 
+from qkablate.compose.configs import make_config, open_hydra
+from qkablate.compose.grid import read_request
+from qkablate.sweeps.planning.expand import Grid, expand_grid
+from qkablate.sweeps.planning.manifest import Manifest
+
 _FILE = """
 import os
 import pathlib
@@ -183,6 +188,21 @@ def other_ray(monkeypatch: pytest.MonkeyPatch) -> Iterator[RayNodes]:
 @pytest.fixture
 def program() -> list[str]:
     return [sys.executable, "-c", _COMMAND]
+
+
+@pytest.fixture
+def plan_grid(tiny: list[str]) -> Callable[..., Manifest]:
+    """Return a function that plans a grid of tiny runs."""
+
+    def plan(*words: str) -> Manifest:
+        given = {word.partition("=")[0] for word in words}
+        kept = [word for word in tiny if word.partition("=")[0] not in given]
+        with open_hydra():
+            request = read_request(["sweep.floor=false", *kept, *words])
+            grid = Grid(request.settings.sweep, request.controls, request.choices)
+            return expand_grid(grid, make_config, ["qkablate", "sweep", *words])
+
+    return plan
 
 
 @pytest.fixture

@@ -29,6 +29,10 @@ KINDS = {
     "W&B": ["train", "tracking.wandb=offline"],
     "sweep": ["sweep", *_SWEEP],
     "bf16 sweep": ["sweep", *_SWEEP, "precision=bf16"],
+    "horizons": [
+        *("sweep", "variant=standard", "sweep.floor=false", "workers=2", "optim.schedule=wsd"),
+        *("train.steps=7,9,24", "train.eval_every=3", "diagnostics.every=1"),
+    ],
     "translator": ["train", *forked.TRANSLATOR, "train.grad_accum=2"],
 }
 _COLD = 0.05  # fraction of kills that hit a new Python, mostly during its start
@@ -48,8 +52,9 @@ def _moments() -> dict[str, tuple[int, list[tuple[Any, str]]]]:
     from qkablate.sweeps.planning import manifest
     from qkablate.sweeps.running import launcher, results, worker
     from qkablate.tracking import MetricsFile, WandbRun
-    from qkablate.training import checkpoint, environment, hardware, result
+    from qkablate.training import checkpoint, environment, hardware, loop, result, session
     from qkablate.training.loop import Trainer
+    from qkablate.training.warm_start import branch
 
     return {
         "train": (4, [(train, "load"), (api_train, "observe_leases")]),
@@ -95,6 +100,14 @@ def _moments() -> dict[str, tuple[int, list[tuple[Any, str]]]]:
         "rename": (20, [(os, "rename"), (os, "replace"), (os, "link")]),
         "removal": (20, [(os, "unlink"), (os, "rmdir")]),
         "folder": (8, [(os, "mkdir")]),
+        "branch": (
+            3,
+            [
+                *((loop, "write_predictions_of_branches"), (session, "write_branch")),
+                *((session, "start_from_branch"), (branch, "write_atomic")),
+                (environment, "record_branch"),
+            ],
+        ),
         "sweep": (
             8,
             [
@@ -186,6 +199,7 @@ def _has_moment(kind: str, moment: str) -> bool:
     command = KINDS[kind][0]
     needs = {"W&B": kind == "W&B", "sweep": command == "sweep", "train": command == "train"}
     needs["attention map"] = kind != "translator"
+    needs["branch"] = kind == "horizons"
     return needs.get(moment, True)
 
 

@@ -25,7 +25,7 @@ from qkablate.cli import main
 from qkablate.config import DataConfig
 from qkablate.data import corpus
 from qkablate.errors import UserError
-from qkablate.runs import attention_map, lease, predictions
+from qkablate.runs import attention_map, lease, predictions, prefix
 from qkablate.runs.records import read_config, read_result
 from qkablate.sweeps.planning import manifest
 from qkablate.sweeps.running.state import latest_metrics
@@ -46,6 +46,13 @@ grid: {variant: "standard,no_q", train.steps: 10}
 scale: {small: {model.d_model: 16}}
 parts: {same: {arm: no_q, kind: noninferior, margin: 0.01}}
 """
+
+
+ORIGIN = (
+    '{"run": "0123", "step": 3, "prefix": "4567", "computed": {"torch": "2.0", "threads": 1},'
+    ' "settings": {"optim.warmup": 1, "train.eval_every": 3, "train.eval_tokens": 512,'
+    ' "train.test_tokens": 512}}'
+)
 
 
 @dataclass(frozen=True)
@@ -139,6 +146,9 @@ def make_readers(folder: Path) -> dict[str, Reader]:
     newest = checkpoint.find_checkpoints(run / "checkpoints")[0]
     predictions_path, map_path = predictions.find_predictions(run)[6], run / attention_map.FILE_NAME
     (data_folder,) = folder.glob("data/cache/*/")
+    origin = prefix.branch_path(run, 3) / prefix.ORIGIN_FILE
+    origin.parent.mkdir(parents=True)
+    origin.write_text(ORIGIN, encoding="utf-8")
     claim = folder / "mine.yaml"
     claim.write_text(CLAIM, encoding="utf-8")
     out_key = f"out={folder / 'outputs'}"
@@ -157,6 +167,10 @@ def make_readers(folder: Path) -> dict[str, Reader]:
 
     def sample() -> None:
         check_command("sample", str(run), "prompt=the", "tokens=2", codes=(0, 2))
+
+    def extend() -> None:
+        words_of_run = [*words, "optim.schedule=wsd", "train.steps=9"]
+        check_command("train", *words_of_run, "--extend", codes=(2,))
 
     refusal = (UserError,)
     all_readers = {
@@ -211,6 +225,8 @@ def make_readers(folder: Path) -> dict[str, Reader]:
             lambda: checkpoint.load(newest, "cpu"),
             (OSError, ValueError, TypeError),
         ),
+        "origin.json": Reader(origin, lambda: prefix.read_origin(origin.parent), ()),
+        "origin.json, extended": Reader(origin, extend, ()),
         "tokenizer.json": Reader(run / "tokenizer.json", lambda: restore(run).tokenizer(), refusal),
         "tokenizer.json, sample": Reader(run / "tokenizer.json", sample, ()),
         "lease": Reader(max(run.glob("lease/0*")), lambda: lease.LeaseObserver().observe(run), ()),

@@ -16,6 +16,7 @@ from qkablate.errors import UserError, nearest_hint, not_one_of
 
 # Hydra's flags: those without a value, and those with one, of which some are a choice.
 _SWITCHES = {"--help", "-h", "--hydra-help", "--resolve", "--run", "-r", "--multirun", "-m"}
+_OF_TRAIN = {"--rerun", "--extend"}  # the verb's own, taken off before
 _CHOICES = {"--cfg": ("job", "hydra", "all"), "-c": ("job", "hydra", "all")}
 _INFO = ("all", "config", "defaults", "defaults-tree", "plugins", "searchpath")
 _WITH_VALUE = {*_CHOICES, "--package", "-p", "--config-dir", "-cd", "--config-path", "-cp"}
@@ -95,13 +96,13 @@ def _sort_flags(argv: list[str]) -> list[str]:
             if value not in _INFO:
                 raise UserError(f"{flag}: {not_one_of(value, _INFO)}")
             flags += [flag, value]
-        elif flag not in _SWITCHES | {"--rerun"}:
+        elif flag not in _SWITCHES | _OF_TRAIN:
             if flag == "--dry-run":
                 raise UserError(
                     "'--dry-run' is a flag of `qkablate sweep`, which shows its plan; the config of"
                     " a run is shown by `qkablate train … --cfg job`"
                 )
-            known = sorted({*_SWITCHES, *_WITH_VALUE, "--info", "--rerun"} - {flag})
+            known = sorted({*_SWITCHES, *_WITH_VALUE, "--info", *_OF_TRAIN} - {flag})
             hint = key_hint(flag)
             hint = f"; {hint}" if hint else nearest_hint(flag, known)
             raise UserError(f"'{flag}' is not a flag of this verb{hint}")

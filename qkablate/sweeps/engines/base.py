@@ -14,6 +14,8 @@ from typing import Protocol
 
 from qkablate.config import Config, from_plain
 from qkablate.disk import read_file
+from qkablate.runs.prefix import NO_BRANCHING, Branching
+from qkablate.strict_json import from_json
 
 LOG_FILE = "output.log"  # stdout and stderr of a run's process, in the run's folder
 _TAIL = 4096  # bytes of a log that hold its last line
@@ -44,6 +46,7 @@ class RunTask:
     config: Config
     packed: int  # runs that share the machine, including this one
     retry: bool  # train again a run that has failed before
+    branching: Branching = NO_BRANCHING
 
     def to_json(self) -> str:
         """Return the task as one line, for another machine."""
@@ -53,6 +56,7 @@ class RunTask:
     def from_json(cls, line: str) -> "RunTask":
         content = json.loads(line)
         content |= {"config": from_plain(content["config"]), "folder": Path(content["folder"])}
+        content["branching"] = from_json(Branching, content["branching"])
         return cls(**content)
 
 

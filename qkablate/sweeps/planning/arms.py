@@ -4,12 +4,13 @@ from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 
-from qkablate.config import Config
+from qkablate.config import Config, flatten
 from qkablate.data import Data, open_data
 from qkablate.data.corpus import check_available
 from qkablate.errors import UserError
 from qkablate.models.catalogue import resolve_circuits
 from qkablate.models.cost import cached_by_site, training_flops_per_token
+from qkablate.runs.prefix import LENGTH_KEYS
 from qkablate.runs.run import run_id
 from qkablate.sweeps.planning.manifest import Arm
 from qkablate.training import hardware
@@ -96,6 +97,54 @@ def share_test_tokens(arms: Iterable[Arm]) -> list[Arm]:
     for arm in arms:
         budgets[arm.facts["data_fingerprint"]].add(int(arm.config.train.test_tokens))
     return [_with_test_tokens(arm, budgets[arm.facts["data_fingerprint"]]) for arm in arms]
+
+
+def share_length_settings(arms: Iterable[Arm]) -> list[Arm]:
+    """Return the arms; those with wsd take the settings of the shortest on the same data.
+
+    These are the ones whose `auto` depends on the length. So runs of several lengths differ in
+    nothing before the cooldown, and all arms in nothing but what is compared.
+    """
+    arms = list(arms)
+    groups: dict[tuple[object, ...], list[Arm]] = defaultdict(list)
+    for arm in arms:
+        if arm.config.optim.schedule == "wsd":
+            groups[_batches(arm)].append(arm)
+    shared: dict[str, Arm] = {}
+    for group in groups.values():
+        if len({arm.config.train.steps for arm in group}) > 1:
+            shortest = min(group, key=lambda arm: int(arm.config.train.steps))
+            shared |= {arm.name: _with_length_settings(arm, shortest) for arm in group}
+    return [shared.get(arm.name, arm) for arm in arms]
+
+
+def _batches(arm: Arm) -> tuple[object, ...]:
+    train = arm.config.train
+    batch = train.batch_size, train.grad_accum, arm.config.model.context
+    return arm.facts["data_fingerprint"], *batch
+
+
+def _with_length_settings(arm: Arm, shortest: Arm) -> Arm:
+    """Return an arm with the settings of the shortest one, but for those that the user has given.
+
+    Its own part of the test split is written down, too: it would depend on what is given now.
+    """
+    config, values = arm.config, flatten(shortest.config)
+    if _is_auto(arm, "diagnostics.every") and config.diagnostics.every == config.train.eval_every:
+        every = values["train.eval_every"]
+        config = replace(config, diagnostics=replace(config.diagnostics, every=every))
+    values["train.test_tokens"] = config.train.test_tokens
+    given = {key: values[key] for key in LENGTH_KEYS if _is_auto(arm, key)}
+    for key, value in given.items():
+        section, _, leaf = key.partition(".")
+        part = replace(getattr(config, section), **{leaf: value})
+        config = replace(config, **{section: part})
+    overrides = arm.overrides | {key: str(value) for key, value in given.items()}
+    return replace(arm, config=config, overrides=overrides)
+
+
+def _is_auto(arm: Arm, key: str) -> bool:
+    return arm.overrides.get(key, "auto") == "auto"
 
 
 def _with_test_tokens(arm: Arm, budgets: set[int]) -> Arm:

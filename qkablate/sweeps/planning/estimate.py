@@ -7,11 +7,11 @@ import signal
 import statistics
 import threading
 import time
-from collections import Counter
 from collections.abc import Callable, Collection, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from multiprocessing.connection import Connection, wait
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -115,18 +115,21 @@ def estimate_sweep(
     estimates: Mapping[str, RunEstimate],
     slots: int,
     done: Collection[str] = (),
+    fractions: Mapping[str, float] = MappingProxyType({}),
 ) -> SweepCost:
-    """Estimate the whole sweep: the largest runs first, each in the slot that is free first."""
-    counts = Counter(run.arm for run in manifest.runs if run.id not in done)
+    """Estimate the whole sweep: the largest runs first, each in the slot that is free first.
+
+    `fractions` are the parts that are trained of runs that branch off another one, by their id.
+    """
+    left = [(run.arm, fractions.get(run.id, 1.0)) for run in manifest.runs if run.id not in done]
     for name, refinement in refinement_sizes(manifest).items():
-        counts[name] += refinement + len(manifest.finals)
+        left += [(name, 1.0)] * (refinement + len(manifest.finals))
     busy = [0.0] * slots
-    for name in sorted(counts, key=lambda name: -estimates[name].seconds):
-        for _ in range(counts[name]):
-            heapq.heapreplace(busy, busy[0] + estimates[name].seconds)
+    for seconds in sorted((-estimates[name].seconds * part for name, part in left)):
+        heapq.heapreplace(busy, busy[0] - seconds)
     return SweepCost(
         seconds=max(busy),
-        flops=sum(count * manifest.arms[name].train_flops for name, count in counts.items()),
+        flops=sum(manifest.arms[name].train_flops * part for name, part in left),
         max_bytes=max(estimate.bytes for estimate in estimates.values()),
         extrapolated=any(estimate.extrapolated for estimate in estimates.values()),
     )

@@ -15,7 +15,12 @@ from qkablate.config import KEYS, Config, ControlConfig, GridConfig, flatten
 from qkablate.config.sweep import as_quoted, fixes_length, list_also
 from qkablate.errors import ImpossibleConfig, UserError
 from qkablate.runs.run import LABEL_KEYS
-from qkablate.sweeps.planning.arms import ArmResolver, Overrides, share_test_tokens
+from qkablate.sweeps.planning.arms import (
+    ArmResolver,
+    Overrides,
+    share_length_settings,
+    share_test_tokens,
+)
 from qkablate.sweeps.planning.control import ControlOutOfReach, match_baseline
 from qkablate.sweeps.planning.floors import plan_floors
 from qkablate.sweeps.planning.manifest import (
@@ -108,7 +113,7 @@ class _Expansion:
             self._add_floors()
         arms = {
             arm.name: dataclasses.replace(arm, baseline=None) if arm.baseline == arm.name else arm
-            for arm in share_test_tokens(self.arms.values())
+            for arm in share_length_settings(share_test_tokens(self.arms.values()))
         }
         if settings.tune:
             typed = self.grid.choices.get("optim.lr", [])

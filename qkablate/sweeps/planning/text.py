@@ -10,6 +10,7 @@ from qkablate.sweeps.planning.estimate import RunEstimate, estimate_sweep
 from qkablate.sweeps.planning.manifest import Arm, Manifest
 from qkablate.sweeps.planning.packing import gpus_per_run, memory_gb_per_run
 from qkablate.sweeps.planning.tuning import refinement_sizes
+from qkablate.sweeps.prefixes import TrainedSteps, count_trained_steps
 from qkablate.table import format_count, format_duration, format_list, format_short, format_table
 
 Estimates = Mapping[str, RunEstimate]
@@ -22,6 +23,7 @@ def format_plan(
     done: Collection[str] = (),
     engine: EngineConfig | None = None,
     *,
+    share_prefix: bool = True,
     is_summary: bool = False,
     screen: Screen = PLAIN,
 ) -> list[str]:
@@ -56,6 +58,12 @@ def format_plan(
         lines.append(f"left out {count}: {by_kind} (reasons {place})")
     if manifest.excluded:
         lines.append(f"         {format_count(manifest.excluded, 'arm')} excluded by sweep.filter")
+    steps = _count_steps(manifest, done, share_prefix)
+    if branching := len(steps.fractions):
+        lines.append(
+            f"prefix   {branching:,} of {format_count(len(manifest.runs), 'run')} branch off a"
+            f" longer one: {steps.trained:,} of {steps.whole:,} steps are trained"
+        )
     lines.append(f"packing  {_packing(manifest, slots, engine)}; the largest first")
     if others := _find_namesakes(manifest):
         have = "have" if len(others) > 1 else "has"
@@ -65,7 +73,7 @@ def format_plan(
     if done:
         lines.append(f"done     {format_count(len(done), 'run')} already, in this sweep or another")
     if estimates is not None:
-        cost = estimate_sweep(manifest, estimates, slots, done)
+        cost = estimate_sweep(manifest, estimates, slots, done, steps.fractions)
         one, all_slots = format_short(cost.max_bytes), format_short(slots * cost.max_bytes)
         lines.append(
             f"cost     about {format_duration(cost.seconds)}, {format_short(cost.flops)}FLOP;"
@@ -76,6 +84,13 @@ def format_plan(
         if cost.extrapolated:
             lines.append("         ~ larger than what could be timed here: extrapolated by FLOPs")
     return table + [part for line in lines for part in screen.wrap(line, " " * 9)]
+
+
+def _count_steps(manifest: Manifest, done: Collection[str], share_prefix: bool) -> TrainedSteps:
+    """Count the steps of the runs that are left."""
+    left = [run for run in manifest.runs if run.id not in done]
+    steps = count_trained_steps(manifest, left)
+    return steps if share_prefix else TrainedSteps(steps.whole, steps.whole, {})
 
 
 def _find_namesakes(manifest: Manifest) -> list[str]:
@@ -142,15 +157,24 @@ def _packing(manifest: Manifest, slots: int, engine: EngineConfig | None) -> str
 
 
 def plan_to_json(
-    manifest: Manifest, slots: int, estimates: Estimates | None, done: Collection[str]
+    manifest: Manifest,
+    slots: int,
+    estimates: Estimates | None,
+    done: Collection[str],
+    *,
+    share_prefix: bool = True,
 ) -> dict[str, Any]:
     """Return the plan as JSON."""
-    cost = estimate_sweep(manifest, estimates, slots, done) if estimates else None
+    steps = _count_steps(manifest, done, share_prefix)
+    cost = None
+    if estimates:
+        cost = estimate_sweep(manifest, estimates, slots, done, steps.fractions)
     return {
         "sweep": f"{manifest.name}-{manifest.id}",
         "slots": slots,
         "combinations": manifest.combinations,  # compared, and of the whole grid; null: all
         "seconds": cost.seconds if cost else None,
+        "steps": {"whole": steps.whole, "trained": steps.trained},  # of the runs that are left
         "done": sorted(done),
         "arms": [
             {

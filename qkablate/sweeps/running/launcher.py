@@ -9,10 +9,12 @@ from pathlib import Path
 from typing import Any
 
 from qkablate.runs import predictions
+from qkablate.runs.prefix import NO_BRANCHING, Branching
 from qkablate.runs.run import free_bytes
 from qkablate.sweeps.engines import base
 from qkablate.sweeps.planning.manifest import Manifest
 from qkablate.sweeps.running import results
+from qkablate.sweeps.running.branches import SharedPrefixes
 from qkablate.sweeps.running.progress_table import ProgressTable
 from qkablate.sweeps.running.state import ENDED, RunState, SweepState, link_run
 from qkablate.sweeps.running.worker import record_death
@@ -36,10 +38,12 @@ class Launcher:
         *,
         retry_failed: bool = False,
         stop_on_failure: bool = False,
+        share_prefix: bool = True,
     ) -> None:
         self.manifest, self.engine, self.table = manifest, engine, table
         self.sweep_state = SweepState(manifest)
         self._stop_on_failure = stop_on_failure
+        self._prefixes = SharedPrefixes(manifest) if share_prefix else None
         self._own: dict[str, RunState] = {}  # runs with this launcher's engine
         self._tried: set[str] = set()  # runs not to be started again by this launcher
         self._moves: Counter[str] = Counter()  # restarts without progress, by run
@@ -50,7 +54,7 @@ class Launcher:
         self._linked: set[str] = set()  # runs linked into the sweep's folder
         self._results_time = 0.0  # of the last table of results
         self._signal = self._signal_count = 0  # the last one, and how many
-        self.sweep_state.refresh()
+        self._refresh()
         failed = {state.run.id for state in self._states() if state.status == "failed"}
         self._to_retry = failed if retry_failed else set()
 
@@ -61,8 +65,10 @@ class Launcher:
             self.table.show(self.sweep_state)
             with self._handle_signals(), closing(self.engine):
                 self._train_all()
-            self.sweep_state.refresh()
+            self._refresh()
             self.table.show(self.sweep_state)
+            if self._prefixes is not None:
+                self._prefixes.remove_branches()
             self._write_results()
         if self._signal:
             return 128 + self._signal
@@ -74,7 +80,7 @@ class Launcher:
         while True:
             self._act_on_signals()
             if polls % _POLLS_PER_REFRESH == 0:
-                self.sweep_state.refresh()
+                self._refresh()
             for state, packed in self._startable():
                 if not self._may_start() or not self._has_disk_space(state):
                     break
@@ -92,6 +98,12 @@ class Launcher:
             for exit in exits:
                 self._handle_exit(exit)
             polls = 0 if exits else polls + 1
+
+    def _refresh(self) -> None:
+        """Read the state of all runs, of which there may be new ones."""
+        self.sweep_state.refresh()
+        if self._prefixes is not None:
+            self._prefixes.add(self._states())
 
     @property
     def trained(self) -> bool:
@@ -131,6 +143,7 @@ class Launcher:
         """
         if not self._may_start() or self._exclusive in self._own:
             return
+        open_count = sum(map(self._is_open, self._states()))
         startable = [state for state in self._states() if self._is_startable(state)]
         shared = [state for state in startable if not _needs_more_memory(state)]
         if shared:
@@ -139,7 +152,7 @@ class Launcher:
                 state.status == "running" and state.run.id not in self._own
                 for state in self._states()
             )
-            own = min(self.engine.slots, len(startable) + len(self._own))
+            own = min(self.engine.slots, open_count + len(self._own))
             packed = own + others if self.engine.shares_machine else 1
             shared.sort(key=lambda state: -arms[state.run.arm].train_flops)
             yield from ((state, packed) for state in shared)
@@ -147,6 +160,17 @@ class Launcher:
             yield startable[0], 1
 
     def _is_startable(self, state: RunState) -> bool:
+        """Return whether a run is open and need not wait for a longer one."""
+        if not self._is_open(state) or self._prefixes is None:
+            return self._is_open(state)
+        return not self._prefixes.must_wait(state, self._will_train)
+
+    def _will_train(self, state: RunState) -> bool:
+        """Return whether a run is open, or with the engine and not training yet."""
+        is_queued = state.run.id in self._own and state.status == "waiting"
+        return is_queued or self._is_open(state)
+
+    def _is_open(self, state: RunState) -> bool:
         id = state.run.id
         if id in self._own or state.status == "running":
             return False
@@ -167,8 +191,12 @@ class Launcher:
         self._to_retry.discard(id)
         retry = state.status == "failed"
         config = self.manifest.config_of(state.run)
-        self.engine.start(base.RunTask(id, state.folder, config, packed, retry))
+        branching = self._plan_branching(state)
+        self.engine.start(base.RunTask(id, state.folder, config, packed, retry, branching))
         self._follow(state)
+
+    def _plan_branching(self, state: RunState) -> Branching:
+        return NO_BRANCHING if self._prefixes is None else self._prefixes.plan_branching(state)
 
     def _follow(self, state: RunState) -> None:
         """Count a run among those of this launcher."""
@@ -201,6 +229,8 @@ class Launcher:
             is_remote = self.engine.is_remote
             if record_death(self.manifest, state, exit, packed=packed, is_remote=is_remote):
                 self.sweep_state.refresh_run(state)
+        if self._prefixes is not None and state.status in ENDED:
+            self._prefixes.remove_branches(state)
         if state.status == "failed" and self._stop_on_failure and not _needs_more_memory(state):
             self._stop(f"{state.run.label} failed, and on_failure=stop")
         if time.monotonic() - self._results_time > _RESULTS_INTERVAL:
@@ -219,7 +249,8 @@ class Launcher:
     def _has_disk_space(self, state: RunState) -> bool:
         """Stop the sweep unless the disk has space for what the run writes."""
         arm = self.manifest.arms[state.run.arm]
-        need = bytes_needed(arm.total_params) + predictions.bytes_needed(arm.config)
+        branches = len(self._plan_branching(state).horizons or ())
+        need = bytes_needed(arm.total_params, branches) + predictions.bytes_needed(arm.config)
         out = Path(self.manifest.out).expanduser()
         free = free_bytes(out)
         if free >= need:

@@ -81,7 +81,11 @@ def _train(task: base.RunTask) -> int:
         observer = LeaseObserver()
         observer.wait_until_sure(task.folder)  # the launcher saw no heartbeat of another machine
         outcome = session.train_run(
-            planned, packed=task.packed, retry=task.retry, observer=observer
+            planned,
+            packed=task.packed,
+            retry=task.retry,
+            observer=observer,
+            branching=task.branching,
         )
         return EXIT_CODES[outcome.result["status"]]
     except (AlreadyRunning, LeaseLost) as error:

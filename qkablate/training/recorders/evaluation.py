@@ -103,7 +103,12 @@ class PredictionRecorder:
                 self.parts.append([tensor.to(device) for tensor in part])
 
     @torch.no_grad()
-    def __call__(self, model: Model, step: int) -> None:
+    def __call__(
+        self,
+        model: Model,
+        step: int,
+        save: Callable[..., None] = predictions.write_predictions,
+    ) -> None:
         """Save the predictions of a model that has trained for `step` steps."""
         if not self.parts:
             return
@@ -115,7 +120,7 @@ class PredictionRecorder:
             model.train()
         log_PV = np.concatenate(parts)
         if np.isfinite(log_PV).all():  # otherwise the loop will report divergence
-            self.write(predictions.write_predictions, self.make_header(step=step), log_PV)
+            self.write(save, self.make_header(step=step), log_PV)
 
 
 def find_answer_positions(batch: Batch, count: int) -> tuple[Tensor, Tensor]:

@@ -192,6 +192,54 @@ def test_two_launchers_share_the_work(spawn, grid, tmp_path, qkablate):
     assert all(end[0] == ends[0][0] for end in ends)  # both print the whole table
 
 
+HORIZONS = ["variant=standard", "seed=0", "optim.schedule=wsd", "optim.warmup=2"]
+HORIZONS += ["train.steps=9,14,30", "train.eval_every=3", "diagnostics.every=1"]
+
+
+def find_shared_steps(tmp_path, out="outputs"):
+    """Return the step at which each run has branched off, by its length; None: it has not."""
+    steps = {}
+    for path in results(tmp_path, out):
+        length = json.loads(path.read_text())["steps"]
+        environment = json.loads((path.parent / "environment.json").read_text())
+        steps[length] = environment.get("branch", {}).get("step")
+    return steps
+
+
+@pytest.mark.slow
+def test_shorter_horizons_branch_off_the_longest(qkablate, grid, undisturbed, tmp_path):
+    """With every engine, all that is written equals that of runs trained alone."""
+    reference = undisturbed(*HORIZONS, "sweep.share_prefix=false")
+    assert find_shared_steps(tmp_path, "reference") in ({}, {9: None, 14: None, 30: None})
+    assert qkablate(*grid, *HORIZONS).code == 0
+    assert find_shared_steps(tmp_path) == {9: 7, 14: 11, 30: None}
+    found = results(tmp_path)
+    assert {path.parent.name for path in found} == reference.keys()
+    for path in found:
+        assert_same(final_state(path.parent), reference[path.parent.name])
+    kept = [path.name for path in tmp_path.glob("outputs/runs/*/branches/*")]
+    assert kept == ["step-00000024"]  # that of the longest, which can be extended
+
+
+@pytest.mark.slow
+def test_two_launchers_share_prefixes(spawn, grid, undisturbed, tmp_path):
+    reference = undisturbed(*HORIZONS, "sweep.share_prefix=false")
+    launchers = [spawn(*grid, *HORIZONS) for _ in range(2)]
+    ends = [launcher.communicate(timeout=480) for launcher in launchers]
+    assert [launcher.returncode for launcher in launchers] == [0, 0], ends
+    for path in results(tmp_path):
+        assert_same(final_state(path.parent), reference[path.parent.name])
+        assert json.loads(path.read_text())["attempt"] == 1
+
+
+@pytest.mark.slow
+def test_shorter_horizons_do_not_depend_on_the_longest(qkablate, local_grid, circuit, tmp_path):
+    """It fails before anybody could branch off: the next longest takes its place."""
+    words = [f"variant.file={circuit('killed', 4)}", *HORIZONS[1:], "workers=1"]
+    assert qkablate(*local_grid, *words).code == 1
+    assert find_shared_steps(tmp_path) == {9: 7, 14: None}  # without a result: the longest
+
+
 @pytest.mark.slow
 def test_interrupted_sweep_is_resumed(spawn, grid, qkablate, tmp_path):
     words = [*grid, "variant=standard", "seed=0,1,2", "train.steps=100000"]

@@ -1,0 +1,59 @@
+"""Settings that arms of several lengths share."""
+
+from qkablate.compose.configs import make_config, open_hydra
+from qkablate.config import Config, flatten
+from qkablate.runs.prefix import LENGTH_KEYS
+from qkablate.training.resolve import plan_run
+
+WSD = ("optim.schedule=wsd", "train.eval_every=auto", "model.context=64", "train.batch_size=16")
+
+
+def settings(manifest, key):
+    """Return the values of a key in the arms, the shortest first."""
+    arms = sorted(manifest.arms.values(), key=lambda arm: arm.config.train.steps)
+    return [flatten(arm.config)[key] for arm in arms]
+
+
+def test_lengths_of_wsd_have_the_settings_of_the_shortest(plan_grid):
+    words = [*WSD, "train.eval_tokens=auto", "data.val_tokens=20000", "data.test_tokens=20000"]
+    shortest = plan_grid(*words, "train.steps=60")
+    manifest = plan_grid(*words, "train.steps=60,700", "variant=standard,no_q")
+    alone = plan_grid(*words, "train.steps=700")
+    for key in ("optim.warmup", "train.eval_every", "train.eval_tokens", "diagnostics.every"):
+        (expected,) = settings(shortest, key)
+        assert settings(alone, key) != [expected]
+        assert settings(manifest, key) == [expected] * 4
+    assert settings(manifest, "train.test_tokens") == settings(alone, "train.test_tokens") * 4
+
+
+def test_sweep_run_has_the_id_of_its_words(plan_grid):
+    """The settings are among the words that repeat a run with `qkablate train`."""
+    manifest = plan_grid(*WSD, "train.steps=60,700")
+    for run in manifest.runs:
+        words = manifest.arms[run.arm].overrides_of(run)
+        with open_hydra():
+            config = make_config(dict(word.split("=", 1) for word in words))
+        assert plan_run(config).run.id == run.id
+
+
+def test_other_schedules_keep_the_settings_of_their_length(plan_grid):
+    manifest = plan_grid("train.steps=60,700", "train.eval_every=auto")
+    assert settings(manifest, "optim.warmup") == [12, 140]
+    assert not any("optim.warmup" in arm.overrides for arm in manifest.arms.values())
+
+
+def test_given_settings_are_kept(plan_grid):
+    words = ["train.eval_every=20", "diagnostics.every=20", "train.eval_tokens=64"]
+    manifest = plan_grid(*WSD, "train.steps=60,700", "optim.warmup=3,9", *words)
+    assert sorted(settings(manifest, "optim.warmup")) == [3, 3, 9, 9]
+    assert settings(manifest, "train.eval_every") == settings(manifest, "diagnostics.every")
+    assert settings(manifest, "train.eval_every") == [20] * 4
+
+
+def test_every_setting_that_depends_on_the_length_is_known():
+    """A new `auto` that depends on train.steps has to be shared, too."""
+    with open_hydra():
+        configs = [make_config({"train.steps": str(n), "optim.schedule": "wsd"}) for n in (60, 700)]
+    short, long = map(flatten, configs)
+    differ = {key for key in flatten(Config()) if short[key] != long[key]}
+    assert differ == {"train.steps", "diagnostics.every", *LENGTH_KEYS}
