@@ -101,6 +101,7 @@ class PanelFactory:
         return [
             self._chart("heat", "Gap by variant and size"),
             self._chart("costs", "Loss against cost"),
+            self._chart("scaling", "Scaling laws"),
             wr.ParallelCoordinatesPlot(
                 title="Variant, size and test loss",
                 columns=[

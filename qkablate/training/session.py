@@ -99,6 +99,13 @@ def train_run(
             return Outcome(trained, trained=True, signal=signals.received)
 
 
+def _measure_cost(plan: RunPlan, trainer: Trainer | None, began: float = 0.0) -> dict[str, Any]:
+    """Return the duration of all sessions, or since `began`, and the peak memory."""
+    seconds = time.perf_counter() - began if trainer is None else trainer.seconds()
+    peak = hardware.peak_memory(plan.config.device)
+    return {"seconds": round(seconds, 3), "peak_memory_bytes": peak}
+
+
 def _train_session(
     plan: RunPlan,
     signals: Signals,
@@ -166,6 +173,7 @@ def _train_session(
                 ranks=ranks,
             )
             content |= _train(plan, trainer)
+            content |= _measure_cost(plan, trainer)  # before the examples, which are no training
             is_whole = not ranks.has_sharded_weights(plan.config)
             if wandb_run.is_on and content["status"] == "done" and is_whole:
                 tables = make_example_tables(plan, trainer.model, terminal.note)
@@ -181,13 +189,12 @@ def _train_session(
                 raise
             lease.verify()  # without the lease, a failure is no result of the run
             content |= result.make_failure(run, error)
-        content["seconds"] = round(time.perf_counter() - began, 3)
+        if "seconds" not in content:  # it failed
+            content |= _measure_cost(plan, trainer, began)
         if trainer is not None:
             steps = content.get("diverged_at", trainer.progress.step)
-            content |= {"seconds": round(trainer.seconds(), 3), "steps": steps}
-            content["tokens"] = steps * plan.tokens_per_step
+            content |= {"steps": steps, "tokens": steps * plan.tokens_per_step}
             content[text_references.KEY] = result.measure_references(plan, content)
-        content["peak_memory_bytes"] = hardware.peak_memory(plan.config.device)
         content["ended"] = result.now()
     result.publish(run, lease, content)
     return content

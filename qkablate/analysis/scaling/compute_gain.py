@@ -123,7 +123,10 @@ def _fit(names: tuple[str, str], gaps: Sequence[Gap]) -> GridFit:
             reason = f"{name}: {law.problem}"
             return GridFit(replace(summary, laws=described, reason=reason), [], gaps)
     refits = _Refits(
-        [[_observe(side, [*seeds[:i], *seeds[i + 1 :]]) for side in sides] for i in range(len(seeds))],
+        [
+            [_observe(side, [*seeds[:i], *seeds[i + 1 :]]) for side in sides]
+            for i in range(len(seeds))
+        ],
         laws,
         [[entry.tuning_variance for entry in side] for side in sides],
     )

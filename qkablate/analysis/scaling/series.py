@@ -88,9 +88,7 @@ def _place(gap: Gap) -> tuple[int, int, int]:
 
 def _name_grids(grids: Sequence[Sequence[Gap]]) -> list[tuple[str, str]]:
     """Return a name for the arm and for the baseline of each grid, with what tells them apart."""
-    settings = [
-        {**gaps[0].arm.arm.overrides, "optim.lr": f"{gaps[0].arm.rate}"} for gaps in grids
-    ]
+    settings = [{**gaps[0].arm.arm.overrides, "optim.lr": f"{gaps[0].arm.rate}"} for gaps in grids]
     keys = {key for own in settings for key in own} - {"variant", *_GRID_KEYS, "model.heads"}
     names = []
     for side in ("arm", "baseline"):

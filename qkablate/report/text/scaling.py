@@ -3,6 +3,7 @@
 from collections.abc import Sequence
 
 from qkablate.analysis.scaling.compute_gain import Gain, LawSummary, ScalingSummary
+from qkablate.analysis.stats import Estimate
 from qkablate.report.text.numbers import format_gap
 from qkablate.report.text.table import Table, format_interval
 from qkablate.table import format_short
@@ -29,9 +30,7 @@ def make_scaling_tables(summaries: Sequence[ScalingSummary]) -> list[Table]:
                 cells += _format_gain(gain)
                 if gain.times is None:
                     unknown.append(f"{summary.arm}, {name}: {gain.reason}")
-            ends = summary.asymptote
-            is_known = ends is not None and ends.mean is not None
-            cells.append(format_gap(ends.mean, ends.interval) if is_known else "–")
+            cells.append(_format_limit(summary.asymptote))
         rows.append([*cells, str(summary.seeds)])
     notes = [
         "how many times as much the baseline needs for the arm's loss: above 1 the arm saves; of N"
@@ -44,6 +43,12 @@ def make_scaling_tables(summaries: Sequence[ScalingSummary]) -> list[Table]:
     laws = [*dict.fromkeys(law for summary in summaries for law in summary.laws)]
     tables = [Table("what an arm is worth", _HEAD, rows, notes)]
     return [*tables, *([_law_table(laws)] if laws else [])]
+
+
+def _format_limit(limit: Estimate | None) -> str:
+    if limit is None or limit.mean is None:
+        return "–"
+    return format_gap(limit.mean, limit.interval)
 
 
 def _format_gain(gain: Gain) -> list[str]:

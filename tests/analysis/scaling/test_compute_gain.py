@@ -1,5 +1,6 @@
 """Compute gains: known truths are covered, and what the runs cannot tell is refused."""
 
+import dataclasses
 import math
 
 import numpy as np
@@ -7,12 +8,12 @@ import pytest
 
 from qkablate.analysis.comparison.gaps import find_families
 from qkablate.analysis.scaling.compute_gain import fit_grids, jackknife
-from tests.analysis.scaling.truths import TRUTHS, cover
+from tests.analysis.scaling.truths import TRUTHS, cover, noiseless_gain
 from tests.analysis.worlds import describe_checked
 
 GRID = ("variant=standard,no_q", "seed=range(5)", "train.steps=12,24,48,96")
 SIZES = "model.d_model=16,32,64"
-E, A, ALPHA, B, BETA = 1.2, 20.0, 0.4, 30.0, 0.35
+E, A, ALPHA, B, BETA = 1.2, 100.0, 0.4, 30.0, 0.35  # the best sizes are among the trained
 WORTH = 0.8  # tokens of the arm count for less
 
 
@@ -108,7 +109,7 @@ def test_summary_is_written_as_json_and_tables(grid):
         ),
         (
             ("variant=standard,no_q", "seed=range(2)", "train.steps=12,24,48", SIZES),
-            "2 seeds have every run of both arms; 3 are needed",
+            "2 seeds with every run of both arms, and 3 are needed; ",
         ),
     ],
 )
@@ -122,7 +123,9 @@ def test_gain_beyond_the_baseline_s_reach_is_refused(grid):
     """An arm whose tokens count ten times has a loss that the baseline would reach far away."""
     summary = only_fit(finish(grid, worth=10)).summary
     assert summary.training_tokens.times is None
-    assert summary.training_tokens.reason.startswith("standard would need more than 2 times its")
+    assert summary.training_tokens.reason.startswith(
+        "the length that the baseline needs is beyond 2"
+    )
 
 
 def test_loss_that_does_not_fall_is_no_law(grid):
@@ -146,6 +149,58 @@ def test_jackknife_of_a_linear_measure_is_the_sample_itself():
     without = [[Mean(np.delete(values, i))] * 2 for i in range(4)]
     sample = jackknife(lambda a, b: a.mean, [Mean(values)] * 2, without)
     assert sample.values == pytest.approx(values)
+
+
+@pytest.mark.parametrize(
+    ("truth", "gain"), [("equal", 1.0), ("tokens worth 0.9", 0.9), ("parameters worth 0.8", 0.8)]
+)
+def test_compute_gain_of_a_rescaled_law_is_the_scale(truth, gain):
+    """Where the arm's tokens count w times, the baseline with w·D tokens has its loss."""
+    assert noiseless_gain(TRUTHS[truth], TRUTHS["equal"]) == pytest.approx(math.log(gain), abs=5e-3)
+
+
+@pytest.mark.parametrize("size_term", [10.0, 1000.0])
+def test_best_size_beyond_the_trained_ones_gives_no_gain(size_term):
+    law = (1.2, size_term, 0.34, 400.0, 0.4)
+    assert noiseless_gain(law, law) == "out of reach"
+
+
+def test_divergence_is_named_and_refused(grid):
+    world = grid.finish(
+        lambda run: "diverged" if run.changes["seed"] == 1 and "no_q-d64" in run.arm else 2.0
+    )
+    summary = only_fit(world).summary
+    assert summary.reason.startswith("1 run of no_q-d64-h2")
+    assert "diverged: the law would be of the others alone" in summary.reason
+
+
+def test_grids_that_differ_in_a_setting_are_told_apart(cached_world):
+    words = (*GRID[:2], "train.steps=12,24,48", SIZES, "train.batch_size=2,4")
+    fits = fit_grids(find_families(finish(cached_world(*words)).study()))
+    assert [fit.summary.arm for fit in fits] == ["no_q-h2-batch_size=2", "no_q-h2-batch_size=4"]
+    laws = {law.arm for fit in fits for law in fit.summary.laws}
+    assert len(laws) == 4
+
+
+def test_heads_as_an_axis_are_grids_of_their_own(cached_world):
+    words = (*GRID[:2], "train.steps=12,24,48", SIZES, "model.heads=2,4")
+    fits = fit_grids(find_families(finish(cached_world(*words)).study()))
+    assert [(fit.summary.arm, fit.summary.sizes) for fit in fits] == [
+        ("no_q-h2", 3),
+        ("no_q-h4", 3),
+    ]
+
+
+def test_error_of_tuning_widens_the_interval(grid, monkeypatch):
+    study = finish(grid, 0.002).study()
+    narrow = fit_grids(find_families(study))[0].summary
+    entries = [dataclasses.replace(entry, tuning_variance=1e-4) for entry in study.entries]
+    wide = fit_grids(find_families(dataclasses.replace(study, entries=entries)))[0].summary
+    for name in ("training_tokens", "parameters"):
+        ends = [getattr(summary, name).interval for summary in (narrow, wide)]
+        assert math.log(ends[1][1] / ends[1][0]) > 2 * math.log(ends[0][1] / ends[0][0])
+    widths = [high - low for low, high in (narrow.asymptote.interval, wide.asymptote.interval)]
+    assert widths[1] > 2 * widths[0]
 
 
 @pytest.mark.slow

@@ -11,19 +11,20 @@ import numpy as np
 
 from qkablate.analysis.scaling.compute_gain import jackknife
 from qkablate.analysis.scaling.law import Observations, ScalingLaw, fit_law
+from qkablate.analysis.stats import Sample
 
 STUDIES = 300
 _SIZES, _LENGTHS = np.array([1e5, 4e5, 1.6e6]), np.array([1e6, 2e6, 4e6, 8e6])
 PARAMS_P, TOKENS_P = (x.ravel() for x in np.meshgrid(_SIZES, _LENGTHS, indexing="ij"))
 _FLOPS_P = 6 * PARAMS_P
 # E, A, α, B, β of the baseline, and what the arm changes of it.
-_BASELINE = (1.2, 60.0, 0.34, 400.0, 0.4)
+_BASELINE = (1.2, 100.0, 0.34, 400.0, 0.4)
 TRUTHS = {
     "equal": _BASELINE,
-    "tokens worth 0.9": (1.2, 60.0, 0.34, 400 * 0.9**-0.4, 0.4),
-    "parameters worth 0.8": (1.2, 60 * 0.8**-0.34, 0.34, 400.0, 0.4),
-    "a higher floor": (1.23, 60.0, 0.34, 400.0, 0.4),
-    "another exponent": (1.2, 48.0, 0.32, 400.0, 0.4),
+    "tokens worth 0.9": (1.2, 100.0, 0.34, 400 * 0.9**-0.4, 0.4),
+    "parameters worth 0.8": (1.2, 100 * 0.8**-0.34, 0.34, 400.0, 0.4),
+    "a higher floor": (1.23, 100.0, 0.34, 400.0, 0.4),
+    "another exponent": (1.2, 80.0, 0.32, 400.0, 0.4),
 }
 
 
@@ -41,11 +42,12 @@ class Coverage:
         return self.hits / self.given
 
 
-def log_gain(arm: ScalingLaw, baseline: ScalingLaw) -> float | None:
+def log_gain(arm: ScalingLaw, baseline: ScalingLaw) -> float | str:
     """Return ln of the compute gain at the largest run."""
     flops = float(_FLOPS_P[-1] * TOKENS_P[-1])
-    needed = baseline.least_flops(arm.lowest_loss(flops) or 0.0)
-    return None if needed is None else math.log(needed / flops)
+    loss = arm.lowest_loss(flops)
+    needed = None if loss is None else baseline.least_flops(loss)
+    return "out of reach" if needed is None else math.log(needed / flops)
 
 
 def _losses(constants: Sequence[float]) -> np.ndarray:
@@ -53,12 +55,17 @@ def _losses(constants: Sequence[float]) -> np.ndarray:
     return np.asarray(e + a * PARAMS_P**-alpha + b * TOKENS_P**-beta)
 
 
+def noiseless_gain(arm: Sequence[float], baseline: Sequence[float]) -> float | str:
+    """Return ln of the compute gain that is read off losses without noise."""
+    return log_gain(*[fit_law(_observe(_losses(x)[:, None], 1e-6)) for x in (arm, baseline)])
+
+
 def cover(truth: str, seeds: int = 5, noise: float = 0.005, studies: int = STUDIES) -> Coverage:
     """Simulate sweeps whose runs have noise of their own and as much that a pair shares."""
     rng = np.random.default_rng(0)
     pair = [_losses(TRUTHS[truth]), _losses(_BASELINE)]
-    true = log_gain(*[fit_law(_observe(losses[:, None], 1e-6)) for losses in pair])
-    assert true is not None
+    true = noiseless_gain(TRUTHS[truth], _BASELINE)
+    assert isinstance(true, float)
     hits, widths = 0, []
     for _ in range(studies):
         shared = rng.normal(0, noise, (len(PARAMS_P), seeds))
@@ -73,7 +80,7 @@ def cover(truth: str, seeds: int = 5, noise: float = 0.005, studies: int = STUDI
             for seed in range(seeds)
         ]
         sample = jackknife(log_gain, laws, without)
-        if sample is not None and (interval := sample.interval()) is not None:
+        if isinstance(sample, Sample) and (interval := sample.interval()) is not None:
             widths.append(interval[1] - interval[0])
             hits += interval[0] <= true <= interval[1]
     width = math.exp(float(np.median(widths))) if widths else math.nan

@@ -18,7 +18,7 @@ def grid_section(make_world, section_of):
         arm = world.manifest.arms[run.arm]
         noise = random.Random(f"{run.arm} {run.changes}").gauss(0, 0.002)
         worse = 0.02 if arm.variant == "no_q" else 0.0
-        return 1.2 + worse + 20 * arm.params**-0.4 + 30 * arm.tokens**-0.35 + noise
+        return 1.2 + worse + 100 * arm.params**-0.4 + 30 * arm.tokens**-0.35 + noise
 
     return section_of(world.finish(loss))
 
@@ -34,8 +34,9 @@ def test_frontier_lies_below_all_points_of_its_compute(grid_section):
     assert len(points) == 2 * 3 * 3
     for point in points:
         own = [row for row in lines if row["variant"] == point["variant"]]
-        nearest = min(own, key=lambda row: abs(row["flops"] - point["flops"]))
-        assert nearest["loss"] < point["loss"] + 0.05
+        cheaper = [row["loss"] for row in own if row["flops"] <= point["flops"]]
+        assert not cheaper or min(cheaper) < point["loss"] + 0.05
+    assert len(lines) > 20
     assert {row["variant"] for row in rows_of(equal, "line")} == {"standard", "no_q"}
     assert len(rows_of(horizons, "point")) == 3
 
@@ -45,7 +46,7 @@ def test_extrapolated_gap_is_that_of_the_summary(grid_section):
     (summary,) = grid_section.summary.scaling
     (level,) = [row for row in rows_of(horizons, "rule") if "variant" in row and "low" not in row]
     assert level["gap"] == summary.asymptote.mean
-    assert summary.asymptote.mean == pytest.approx(0.02 + 0.02, abs=0.05)
+    assert summary.asymptote.mean == pytest.approx(0.02 + 0.1, abs=0.15)
 
 
 def test_chart_renders(grid_section):
