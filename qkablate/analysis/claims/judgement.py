@@ -202,6 +202,9 @@ def _audit_part(
         rounding_gap = _rounding_gap(gap, entries)
         audits.append(audit(gap, curves, spec.axis, margin, rounding_gap, in_claim=True))
     checks = _merge_audits(audits)
+    if spec.horizon == "asymptote":
+        text = "one exponent is taken for both arms, which so few lengths do not test"
+        checks.append(AuditCheck("extrapolation", WARNING, text))
     if not measure.is_of_runs:
         # Nothing of the training moves what is counted, or measured apart from it.
         return [check for check in checks if check.name in ("matched", "machine", "kernel")]

@@ -92,6 +92,7 @@ LIMITS = {
     "learning rate": RateScope.THESE_RATES,
     "documents": "on these documents",
     "n-grams": BEFORE_NGRAMS,
+    "extrapolation": "if both arms level off with one exponent",
 }
 
 

@@ -34,10 +34,15 @@ class Asymptote:
 
 
 def fit_asymptote(gaps: Sequence[Gap]) -> Asymptote | None:
-    """Fit gaps of three lengths of training or more; None where the losses do not level off."""
+    """Fit gaps of three lengths of training or more.
+
+    None where the losses do not level off, or where runs diverged.
+    """
     gaps = sorted(gaps, key=lambda gap: gap.arm.tokens)
     seeds = common_seeds(gaps) if gaps else []
-    if len({gap.arm.tokens for gap in gaps}) < MIN_POINTS or len(seeds) < MIN_PAIRS:
+    diverged = any(gap.arm_diverged or gap.baseline_diverged for gap in gaps)
+    lengths = {gap.arm.tokens for gap in gaps}
+    if len(lengths) < MIN_POINTS or len(seeds) < MIN_PAIRS or diverged:
         return None
     tokens_T = np.array([float(gap.arm.tokens) for gap in gaps])
     arm_ST = np.array([[gap.arm.losses[key] for gap in gaps] for key in seeds])

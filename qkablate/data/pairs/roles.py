@@ -61,7 +61,9 @@ def read_typed_statements(text: str) -> list[tuple[str, str]]:
     for word, code in (("<number>", "0"), ("<string>", "''"), ("<unknown>", "_unknown_")):
         text = text.replace(word, code)
     text = text.strip()
-    if text.endswith(":"):  # the first line of a compound statement
+    try:
+        ast.parse(text)
+    except (SyntaxError, ValueError):  # as the first line of a compound statement, without a body
         text += f"\n{' ' * 80}pass"
     return [*read_statements(f"{text}\n".encode(), shortest=1, longest=2**16)]
 

@@ -398,6 +398,7 @@ def test_asymptote_is_the_gap_after_infinitely_many_tokens(world):
     (one,) = found.parts
     assert one.part.sample.mean == pytest.approx(0.04, abs=2e-3)
     assert (len(one.gaps), found.word) == (3, "SUPPORTED")
+    assert "if both arms level off with one exponent" in found.headline
     text = "\n".join(format_judgement(found))
     assert "an extrapolation, from 3 lengths of training" in text
     assert "extrapolated to infinitely many tokens" in text

@@ -84,6 +84,8 @@ def test_long_and_short_statements_are_left_out():
         ("for x in <unknown> :", [("for x in _unknown_ :", "<> <target> <> <value> <>")]),
         ("x = 1\n  ", [("x = <number>", "<target> <> <>")]),
         ("if x:\n    y", [("if x :", "<> <value> <>"), ("y", "<value>")]),
+        ("f(x)  # note:", [("f ( x )", "<call> <> <argument> <>")]),
+        ("if x:  # why", [("if x :", "<> <value> <>")]),
         ("1 +", []),
         ("1 + 2", []),
     ],
