@@ -155,7 +155,7 @@ def test_jackknife_of_a_linear_measure_is_the_sample_itself():
     ("truth", "gain"), [("equal", 1.0), ("tokens worth 0.9", 0.9), ("parameters worth 0.8", 0.8)]
 )
 def test_compute_gain_of_a_rescaled_law_is_the_scale(truth, gain):
-    """Where the arm's tokens count w times, the baseline with w·D tokens has its loss."""
+    """The baseline has the loss of an arm whose tokens count w times after w·D tokens."""
     assert noiseless_gain(TRUTHS[truth], TRUTHS["equal"]) == pytest.approx(math.log(gain), abs=5e-3)
 
 
