@@ -74,7 +74,8 @@ def commands() -> list[str]:
     blocks = re.findall(r"```(?:bash|sh|console)\n(.*?)```", "\n".join(PAGES), re.DOTALL)
     lines = "\n".join(blocks).replace("\\\n", " ").splitlines()
     found = [line.split(" #")[0].strip().removeprefix("$ ") for line in lines]
-    own = ("my_claim.yaml", "--retry")  # tested below, and in tests/sweeps
+    # Tested below, in tests/sweeps, and in tests/analysis/scaling: a grid of sizes and lengths.
+    own = ("my_claim.yaml", "--retry", "--scaling")
     return sorted({x for x in found if x.startswith("qkablate ") and not any(o in x for o in own)})
 
 
@@ -107,7 +108,17 @@ def prepared(workspace, tiny, monkeypatch) -> Callable[[list[str]], None]:
 
     def prepare(words: list[str]) -> None:
         verb, *names = words
-        if verb == "sample" and names[0] == "standard-d64":  # a translator
+        text = next((word for word in words if word.startswith("text=")), "")
+        if verb == "sample" and text:  # an encoder
+            data = ["data=stdlib_tags", "model.context=32"] if "(x" in text else ["data=reverse"]
+            data = (
+                ["data.objective=mlm", "data=stdlib", "model.context=32"]
+                if "[MASK]" in text
+                else data
+            )
+            train = ["train", "model=nano_encoder", "model.d_model=64", *data, "train.steps=3"]
+            folder = workspace(f"encoder-{data[0][-3:]}", [*train, "tracking.wandb=disabled"])
+        elif verb == "sample" and names[0] == "standard-d64":  # a translator
             data = ["data=reverse"]
             if "source=f(x + 1, y)[0]" in words:
                 data = ["data=stdlib_pairs", "model.source=96", "model.context=97"]
@@ -180,6 +191,12 @@ def test_commands_of_the_docs_work(qkablate, prepared, tiny, text, command, tmp_
     words = ["seed=range(2)" if word == "seed=range(6)" else word for word in words]
     if "train.steps" in given:
         words = ["train.steps=3" if word.startswith("train.steps=") else word for word in words]
+    if "sweep=scaling" in words:  # dozens of tuned runs
+        words += ["model.heads=1", "--dry-run"]
+        smaller = [word for word in smaller if not word.startswith("model.heads")]
+    if "--extend" in words:
+        shorter = [word for word in words if word != "--extend" and "train.steps" not in word]
+        assert qkablate(*shorter, "train.steps=2", *smaller).code == 0
     done = qkablate(*words, *smaller)
     assert done.code == 0, done.err
 
