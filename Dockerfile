@@ -9,8 +9,8 @@ COPY qkablate qkablate
 RUN pip install --no-cache-dir --constraint constraints.txt uv \
     && if [ -z "$UV_TORCH_BACKEND" ]; then unset UV_TORCH_BACKEND; fi \
     && uv pip install --system --no-cache --compile-bytecode --constraint constraints.txt .
-RUN useradd --create-home qkablate && install --directory --owner qkablate /work/outputs
+RUN useradd --create-home qkablate && install --directory --owner qkablate /home/qkablate/outputs
 USER qkablate
-WORKDIR /work
-VOLUME /work/outputs
+WORKDIR /home/qkablate
+VOLUME /home/qkablate/outputs
 ENTRYPOINT ["qkablate"]

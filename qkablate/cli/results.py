@@ -178,7 +178,7 @@ def _print_scaling(section: "Section") -> None:
             f"{section.study.name} has no arm beside a baseline at several sizes and lengths of"
             " training: qkablate sweep sweep=scaling trains such a grid"
         )
-    print_tables(make_scaling_tables(section.summary.scaling))
+    print_tables(make_scaling_tables(section.summary.scaling, section.summary.gaps))
 
 
 def print_tables(tables: "list[Table]") -> None:

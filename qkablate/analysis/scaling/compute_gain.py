@@ -60,6 +60,7 @@ class ScalingSummary:
 
     arm: str
     baseline: str
+    largest: str  # name of the arm at its largest size and length, where it is compared
     sizes: int
     lengths: int
     seeds: int
@@ -105,6 +106,7 @@ def _fit(names: tuple[str, str], gaps: Sequence[Gap]) -> GridFit:
     summary = ScalingSummary(
         arm=names[0],
         baseline=names[1],
+        largest=gaps[-1].arm.name,
         sizes=len(lengths),
         lengths=min(lengths.values()),
         seeds=len(seeds),
@@ -123,10 +125,7 @@ def _fit(names: tuple[str, str], gaps: Sequence[Gap]) -> GridFit:
             reason = f"{name}: {law.problem}"
             return GridFit(replace(summary, laws=described, reason=reason), [], gaps)
     refits = _Refits(
-        [
-            [_observe(side, [*seeds[:i], *seeds[i + 1 :]]) for side in sides]
-            for i in range(len(seeds))
-        ],
+        [[_observe(side, [s for s in seeds if s != out]) for side in sides] for out in seeds],
         laws,
         [[entry.tuning_variance for entry in side] for side in sides],
     )

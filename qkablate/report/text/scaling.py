@@ -1,7 +1,8 @@
 """Tables of scaling laws, and of what an arm is worth by them."""
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
+from qkablate.analysis.comparison.summary import GapSummary
 from qkablate.analysis.scaling.compute_gain import Gain, LawSummary, ScalingSummary
 from qkablate.analysis.stats import Estimate
 from qkablate.report.text.numbers import format_gap
@@ -14,10 +15,16 @@ _LAW_HEAD = ["arm", "E", "A", "α", "B", "β", "residual", "SE of a loss", "held
 _BAD_FIT = 3  # standard errors of a loss, from which on the residual is pointed out
 
 
-def make_scaling_tables(summaries: Sequence[ScalingSummary]) -> list[Table]:
-    """Return what each arm is worth, and the laws that this is read from."""
+def make_scaling_tables(
+    summaries: Sequence[ScalingSummary], gaps: Iterable[GapSummary]
+) -> list[Table]:
+    """Return what each arm is worth, and the laws that this is read from.
+
+    What the audit of the gap at the largest size and length warns of holds for its worth, too.
+    """
     if not summaries:
         return []
+    warned = {gap.arm: [check for check in gap.audit if check.is_warning] for gap in gaps}
     rows, unknown = [], []
     for summary in summaries:
         at = f"{format_short(summary.params)} × {format_short(summary.tokens)}"
@@ -38,7 +45,14 @@ def make_scaling_tables(summaries: Sequence[ScalingSummary]) -> list[Table]:
         "gap at ∞ tokens: an extrapolation that takes one exponent for both arms. Intervals:"
         " jackknife over seeds, and the error of tuning; that a law may be the wrong one is not in"
         " them",
-        *dict.fromkeys(unknown),
+    ]
+    is_answered = any(gain.times is not None for s in summaries for gain in s.gains.values())
+    notes = [*(notes if is_answered else []), *dict.fromkeys(unknown)]
+    notes += [
+        f"! {summary.arm}: {check.name}: {check.message}"
+        for summary in summaries
+        for check in warned.get(summary.largest, [])
+        if summary.gains
     ]
     laws = [*dict.fromkeys(law for summary in summaries for law in summary.laws)]
     tables = [Table("what an arm is worth", _HEAD, rows, notes)]

@@ -34,7 +34,7 @@ def make_tables(summary: StudySummary) -> list[Table]:
             for along in ("tokens", "parameters")
             if (series := [series for series in summary.series if series.along == along])
         ),
-        *make_scaling_tables(summary.scaling),
+        *make_scaling_tables(summary.scaling, summary.gaps),
         *([_front_table(summary.fronts)] if summary.fronts else []),
     ]
 
