@@ -16,7 +16,7 @@ from qkablate.training.feed import Feed, batch_reader
 from qkablate.training.optimizer import learning_rate, make_optimizer
 from qkablate.training.resolve import RunPlan
 
-_NEVER = 2**62  # later than any step
+NEVER = 2**62  # later than any step
 
 
 class TrainStep:
@@ -52,7 +52,7 @@ class TrainStep:
         self.loss_sum = torch.tensor(
             progress.initial_loss_sum(ranks.rank, ranks.count), device=self.device
         )
-        self._first_nonfinite = torch.tensor(_NEVER, device=self.device)
+        self.nonfinite = torch.tensor(NEVER, device=self.device)
 
     def __call__(self, step: int) -> Tensor:
         """Update the weights; return the gradient norm before clipping."""
@@ -78,8 +78,8 @@ class TrainStep:
         self.scaler.step(self.optimizer)
         self.scaler.update()
         self.optimizer.zero_grad(set_to_none=True)
-        nonfinite = torch.where(torch.isfinite(self.loss_sum), _NEVER, step + 1)
-        self._first_nonfinite = torch.minimum(self._first_nonfinite, nonfinite)
+        nonfinite = torch.where(torch.isfinite(self.loss_sum), NEVER, step + 1)
+        self.nonfinite = torch.minimum(self.nonfinite, nonfinite)
         return norm
 
     def fix_bucket_order(self, step: int) -> None:
@@ -95,8 +95,8 @@ class TrainStep:
 
     def first_nonfinite(self) -> int | None:
         """Return the first step with a loss that is not finite, on any rank."""
-        first = -self.ranks.all_max(-int(self._first_nonfinite))
-        return first if first < _NEVER else None
+        first = -self.ranks.all_max(-int(self.nonfinite))
+        return first if first < NEVER else None
 
     def checkpoint(self, progress: TrainProgress) -> Checkpoint:
         """Return the full state of training, with all tensors on the first rank."""
