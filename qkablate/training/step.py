@@ -56,9 +56,7 @@ class TrainStep:
 
     def __call__(self, step: int) -> Tensor:
         """Update the weights; return the gradient norm before clipping."""
-        rate = learning_rate(self.config.optim, step, int(self.config.train.steps))
-        for group in self.optimizer.param_groups:
-            group["lr"] = rate * group["lr_multiplier"]
+        self._set_learning_rate(step)
         grad_accum = self.config.train.grad_accum
         micro_steps = self.ranks.shard(range(grad_accum))
         for micro, batch in zip(micro_steps, self.feed.take(step), strict=True):
@@ -81,6 +79,11 @@ class TrainStep:
         nonfinite = torch.where(torch.isfinite(self.loss_sum), NEVER, step + 1)
         self.nonfinite = torch.minimum(self.nonfinite, nonfinite)
         return norm
+
+    def _set_learning_rate(self, step: int) -> None:
+        rate = learning_rate(self.config.optim, step, int(self.config.train.steps))
+        for group in self.optimizer.param_groups:
+            group["lr"] = rate * group["lr_multiplier"]
 
     def fix_bucket_order(self, step: int) -> None:
         """Run one pass before all others, which determines DDP's order of buckets.

@@ -15,19 +15,23 @@ from qkablate.models.base import Model
 from qkablate.training import hardware
 from qkablate.training.checkpoint import Checkpoint, TrainProgress
 from qkablate.training.distributed.ranks import Ranks
-from qkablate.training.optimizer import AdamW, learning_rate
-from qkablate.training.resolve import RunPlan
 from qkablate.training.step import NEVER, TrainStep
 
 
 
 class StackedStep(TrainStep):
-    """The step of one run of a program: its `RunStack` computes the step, and this returns it."""
+    """The step of one run of a program, whose `RunStack` computes the gradients of all."""
 
-    norm: Tensor  # of the gradient of the last step
+    norm: Tensor  # of the last gradient
 
     def __call__(self, step: int) -> Tensor:
+        """Return the gradient norm of the step that the stack has computed."""
         return self.norm
+
+    def update(self, step: int) -> None:
+        """Update the weights as a run alone does, once it has its gradients."""
+        self._set_learning_rate(step)
+        self.optimizer.step()
 
     def checkpoint(self, progress: TrainProgress) -> Checkpoint:
         """Return an ordinary checkpoint, whose tensors share no memory with other runs."""
@@ -49,33 +53,29 @@ class _Part(NamedTuple):
 
 
 class RunStack:
-    """Parameters, gradients and moments of several runs, a row each.
+    """Parameters and gradients of several runs, a row each.
 
-    The tensors of the runs' models and optimizers are views of the rows, so that a run is read and
-    written as if it were alone. Rows without a run repeat the first one.
+    The parameters of the runs' models are views of the rows, so that a run is updated, evaluated
+    and saved as if it were alone. Rows without a run repeat the first one.
     """
 
     def __init__(self, steps: Sequence[StackedStep]) -> None:
         self.steps = list(steps)
         first = self.steps[0]
         self._config, self._device = first.config, first.device
-        names = {parameter: name for name, parameter in first.model.named_parameters()}
-        begin, self._groups = 0, list[list[_Part]]()  # by parameter group of the optimizer
-        for group in first.optimizer.param_groups:
-            self._groups.append([])
-            for parameter in group["params"]:
-                self._groups[-1].append(_Part(names[parameter], begin, parameter.shape))
-                begin += parameter.numel()
-        self._parts = [part for group in self._groups for part in group]
+        begin, self._parts = 0, list[_Part]()
+        for name, parameter in first.model.named_parameters():
+            self._parts.append(_Part(name, begin, parameter.shape))
+            begin += parameter.numel()
         count = len(self.steps)
         if not self._device.startswith("cpu"):  # the number of rows may decide which kernels run
             count = max(count, int(self._config.train.vmap))
         self._weights_KP = torch.empty(count, begin, device=self._device)
         self._grads_KP = torch.zeros_like(self._weights_KP)
-        self._moments_2KP = torch.zeros(2, count, begin, device=self._device)
         self._loss_sums_K = torch.zeros(count, device=self._device)
         self._nonfinite_K = torch.full((count,), NEVER, device=self._device)
-        self._optimizers = [self._bind(row, step) for row, step in enumerate(self.steps)]
+        for row, step in enumerate(self.steps):
+            self._bind(row, step)
         self._weights_KP[len(self.steps) :] = self._weights_KP[0]
         self._leaves = {
             part.name: part.of(self._weights_KP).detach().requires_grad_() for part in self._parts
@@ -83,37 +83,14 @@ class RunStack:
         self._loss = _Loss(first.model)
 
     @torch.no_grad()
-    def _bind(self, row: int, step: StackedStep) -> AdamW:
-        """Move a run's tensors into a row; return the optimizer that updates the row.
-
-        It treats each parameter group as one vector.
-        """
+    def _bind(self, row: int, step: StackedStep) -> None:
+        """Move a run's weights and sums into a row."""
         self._loss_sums_K[row], self._nonfinite_K[row] = step.loss_sum, step.nonfinite
         step.loss_sum, step.nonfinite = self._loss_sums_K[row], self._nonfinite_K[row]
-        rows = self._weights_KP[row], *self._moments_2KP[:, row], self._grads_KP[row]
-        vectors = [
-            [x_P[parts[0].begin : parts[-1].begin + parts[-1].shape.numel()] for x_P in rows]
-            for parts in self._groups
-        ]
-        groups = step.optimizer.param_groups
-        optimizer = AdamW(
-            [{**group, "params": [v[0]]} for group, v in zip(groups, vectors, strict=True)]
-        )
-        for group, parts, vector in zip(groups, self._groups, vectors, strict=True):
-            weights, first, second, weights.grad = vector
-            count = torch.zeros((), device=self._device)
-            for parameter, part in zip(group["params"], parts, strict=True):
-                state, place = step.optimizer.state[parameter], part.of(rows[0])
-                place.copy_(parameter)
-                parameter.data = place
-                for name, x_P in zip(("exp_avg", "exp_avg_sq"), rows[1:3], strict=True):
-                    if name in state:
-                        part.of(x_P).copy_(state[name])
-                    state[name] = part.of(x_P)
-                count.copy_(state.get("step", count))
-                state["step"] = count
-            optimizer.state[weights] = {"step": count, "exp_avg": first, "exp_avg_sq": second}
-        return optimizer
+        for parameter, part in zip(step.model.parameters(), self._parts, strict=True):
+            place = part.of(self._weights_KP[row])
+            place.copy_(parameter)
+            parameter.data, parameter.grad = place, part.of(self._grads_KP[row])
 
     def __call__(self, numbers: Sequence[int]) -> None:
         """Compute a step of every run, each with the number of its own."""
@@ -138,21 +115,11 @@ class RunStack:
         for step, number in zip(self.steps, numbers, strict=True):
             step.feed.fetch_ahead(number + 1)
         self._clip()
-        for step, number, optimizer in zip(self.steps, numbers, self._optimizers, strict=True):
-            rate = learning_rate(step.config.optim, number, int(config.train.steps))
-            for group in (*step.optimizer.param_groups, *optimizer.param_groups):
-                group["lr"] = rate * group["lr_multiplier"]
-            optimizer.step()
+        for step, number in zip(self.steps, numbers, strict=True):
+            step.update(number)
         after_K = torch.tensor([numbers[row] + 1 for row in rows], device=self._device)
         after_K = torch.where(torch.isfinite(self._loss_sums_K), NEVER, after_K)
         torch.minimum(self._nonfinite_K, after_K, out=self._nonfinite_K)
-
-    def gradients(self) -> list[dict[str, Tensor]]:
-        """Return the clipped gradients of the last step of each run, by parameter."""
-        return [
-            {part.name: part.of(self._grads_KP[row]) for part in self._parts}
-            for row in range(len(self.steps))
-        ]
 
     def _losses(self, batches: Sequence[Batch]) -> Tensor:
         """Return the loss of every row, on a batch of its own."""

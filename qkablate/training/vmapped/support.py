@@ -32,22 +32,30 @@ def find_obstacle(config: Config, model: Model, loss_blocks: int) -> str:
     return next((text for text, is_true in obstacles.items() if is_true), "")
 
 
-def resolve_vmap(config: Config, obstacle: str, bytes_per_run: float | None = None) -> Config:
+def resolve_vmap(config: Config, obstacle: str, params: int | None = None) -> Config:
     """Return the config with train.vmap as a number; 1 where there is an obstacle.
 
-    `auto` needs the memory that a run takes; it is 1 for a run of no sweep, which has none.
+    `auto` needs the number of parameters; without it, as for a run of no sweep, it is 1.
     """
     count = config.train.vmap
     if count == "auto":
-        count = 1 if bytes_per_run is None else _choose_count(config, bytes_per_run)
+        count = 1 if params is None else _choose_count(config, params)
     return replace(config, train=replace(config.train, vmap=1 if obstacle else int(count)))
 
 
-def _choose_count(config: Config, bytes_per_run: float) -> int:
+def _choose_count(config: Config, params: int) -> int:
     """Return 1 where a program does not pay; it depends on no timing, since it enters the id."""
     tokens = config.train.batch_size * config.model.context
     kind = config.device.partition(":")[0]
     if tokens * config.model.d_model > PAYS.get(kind, 0):
         return 1
     free = hardware.free_memory() if kind == "cpu" else float("inf")
-    return int(max(2, min(MANY, _USABLE * free / bytes_per_run)))
+    return int(max(2, min(MANY, _USABLE * free / bytes_per_run(config, params))))
+
+
+def bytes_per_run(config: Config, params: int) -> float:
+    """Return a bound of the memory of a run in a program: weights, moments and activations."""
+    model = config.model
+    width = 24 * model.d_model + 2 * model.heads * model.context
+    layers = model.layers * (3 if model.form == "encoder_decoder" else 1)
+    return 16.0 * params + 4.0 * config.train.batch_size * model.context * layers * width

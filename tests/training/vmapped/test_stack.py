@@ -6,20 +6,22 @@ import pytest
 import torch
 
 from qkablate.config import DataConfig, variants
+from qkablate.training.checkpoint import TrainProgress
 from qkablate.training.distributed.ranks import SINGLE_PROCESS
-from qkablate.training.optimizer import make_optimizer
+from qkablate.training.optimizer import learning_rate, make_optimizer
 from qkablate.training.step import TrainStep
 from qkablate.training.vmapped.stack import RunStack, StackedStep
 from tests.training.vmapped.helpers import make_plans
 
+_TOKENS = {"val_tokens": 512, "test_tokens": 512}
 FORMS = {
     "encoder": (
         {"form": "encoder"},
-        DataConfig(source="sort", vocab_size=8, val_tokens=512, test_tokens=512),
+        DataConfig(source="sort", vocab_size=8, copy_length=4, **_TOKENS),
     ),
     "translator": (
-        {"form": "encoder_decoder", "source": 12},
-        DataConfig(source="reverse", vocab_size=8, val_tokens=512, test_tokens=512),
+        {"form": "encoder_decoder", "source": 24, "context": 52},
+        DataConfig(source="commands", phrases=2, held_out=4, **_TOKENS),
     ),
 }
 TOLERANCE = 1e-5  # nats
@@ -153,45 +155,45 @@ def test_checkpoint_is_one_of_a_single_run(tmp_path):
     _, single = train_alone(plans, 5)
     _, stacked = train_stacked(plans, 5)
     for one, other in zip(single, stacked, strict=True):
-        expected, state = one.checkpoint(make_progress()), other.checkpoint(make_progress())
+        expected, state = one.checkpoint(TrainProgress(step=5)), other.checkpoint(TrainProgress(step=5))
         torch.testing.assert_close(state.weights, expected.weights, rtol=0, atol=1e-5)
         torch.testing.assert_close(
             state.state["optimizer"], expected.state["optimizer"], rtol=1e-4, atol=1e-5
         )
 
 
-def make_progress():
-    from qkablate.training.checkpoint import TrainProgress
-
-    return TrainProgress(step=5)
-
-
 def test_update_is_that_of_torch(tmp_path):
-    """Given the same gradients, each row takes the step that torch's AdamW takes."""
+    """Given the same gradients, each run takes the very step of a run alone."""
     plans = make_plans(tmp_path, 2, variant="merged_w", optim={"clip": 0.0, "weight_decay": 0.5})
-    steps = make_steps(plans, StackedStep)
+    steps, references = make_steps(plans, StackedStep), make_steps(plans, TrainStep)
     stack = RunStack(steps)
-    references = make_steps(plans, TrainStep)
     for number in range(5):
         stack([number, number])
-        for step, reference, row in zip(steps, references, stack.gradients(), strict=True):
-            optimizer = reference.optimizer
-            for group, own in zip(optimizer.param_groups, step.optimizer.param_groups, strict=True):
-                group["lr"] = own["lr"]
-            for name, parameter in reference.model.named_parameters():
-                parameter.grad = row[name].clone()
+        for step, reference, plan in zip(steps, references, plans, strict=True):
+            optimizer = make_optimizer(reference.model, plan.config)
+            if number:
+                optimizer.load_state_dict(reference.optimizer.state_dict())
+            reference.optimizer = optimizer
+            rate = learning_rate(plan.config.optim, number, plan.config.train.steps)
+            for group in optimizer.param_groups:
+                group["lr"] = rate * group["lr_multiplier"]
+            parameters = zip(reference.model.parameters(), step.model.parameters(), strict=True)
+            for parameter, stacked in parameters:
+                parameter.grad = stacked.grad.clone()
             optimizer.step()
             ends = step.model.state_dict(), reference.model.state_dict()
-            torch.testing.assert_close(*ends, rtol=0, atol=1e-6)
+            torch.testing.assert_close(*ends, rtol=0, atol=0)
 
 
-def test_rates_of_groups_follow_the_config(tmp_path):
-    """Of every run, each group has the multiplier and the decay of its single run."""
-    for variant in ("merged_w", "low_rank_w"):
-        plans = make_plans(tmp_path, 2, variant=variant)
-        _, steps = train_stacked(plans, 1)
-        for plan, step in zip(plans, steps, strict=True):
-            single = make_optimizer(step.model, replace(plan.config))
-            rates = [(g["weight_decay"], g["lr_multiplier"]) for g in single.param_groups]
-            own = [(g["weight_decay"], g["lr_multiplier"]) for g in step.optimizer.param_groups]
-            assert own == rates
+def test_runs_with_other_rates_of_their_circuits_train_together(tmp_path):
+    """Of one of them all parameters have one rate, of the other those of the circuits differ."""
+    plans = make_plans(tmp_path, 2, variant="merged_w")
+    plans[1] = with_circuit_rate(plans[1], 1.0)
+    rates = [len(step.optimizer.param_groups) for step in make_steps(plans, TrainStep)]
+    assert rates[0] > rates[1]
+    assert_parity(plans, 12)
+
+
+def with_circuit_rate(plan, rate):
+    variant = replace(plan.config.variant, lr=rate)
+    return replace(plan, config=replace(plan.config, variant=variant))
