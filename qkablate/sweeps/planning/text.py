@@ -65,6 +65,7 @@ def format_plan(
             f" longer one: {steps.trained:,} of {steps.whole:,} steps are trained"
         )
     lines.append(f"packing  {_packing(manifest, slots, engine)}; the largest first")
+    lines += _describe_vmap(manifest)
     if others := _find_namesakes(manifest):
         have = "have" if len(others) > 1 else "has"
         lines.append(
@@ -156,6 +157,24 @@ def _packing(manifest: Manifest, slots: int, engine: EngineConfig | None) -> str
     return f"{', '.join(parts)} each"
 
 
+def _describe_vmap(manifest: Manifest) -> list[str]:
+    """Return how many runs train as programs, and why others that were to do so do not."""
+    counts = Counter(run.arm for run in manifest.runs)
+    most = {arm.name: int(arm.config.train.vmap) for arm in manifest.arms.values()}
+    vmapped = sum(counts[name] for name, number in most.items() if number > 1)
+    lines = []
+    if vmapped:
+        each = format_list(sorted({str(number) for number in most.values() if number > 1}, key=int))
+        lines.append(
+            f"vmap     {vmapped:,} of {format_count(len(manifest.runs), 'run')} train together, up"
+            f" to {each} of an arm as one program"
+        )
+    reasons = Counter(arm.not_vmapped for arm in manifest.arms.values() if arm.not_vmapped)
+    for reason, number in reasons.items():
+        lines.append(f"         {format_count(number, 'arm')} not vmapped: {reason}")
+    return lines
+
+
 def plan_to_json(
     manifest: Manifest,
     slots: int,
@@ -181,6 +200,7 @@ def plan_to_json(
                 "arm": arm.name,
                 **{key: getattr(arm, key) for key in ("variant", "controls", "baseline")},
                 **{key: getattr(arm, key) for key in ("params", "mismatch", "overrides")},
+                "vmap": arm.config.train.vmap,
                 "params_with_embeddings": arm.total_params,
                 "flops_per_token": arm.flops,
                 "seconds_per_run": estimates[arm.name].seconds if estimates else None,
