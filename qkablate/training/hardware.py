@@ -43,7 +43,9 @@ def resolve(config: Config, *, remote: bool = False) -> Config:
             )
     else:
         device = _resolve_device(config.device)
-        compiled, threads = _resolve_compile(config.compile, device), torch.get_num_threads()
+        # A vmapped program is not compiled: `auto` means that it may be vmapped.
+        requested = False if config.train.vmap != 1 and config.compile == "auto" else config.compile
+        compiled, threads = _resolve_compile(requested, device), torch.get_num_threads()
     precision = _resolve_precision(config.precision, device)
     return dataclasses.replace(
         config,
