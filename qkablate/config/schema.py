@@ -124,9 +124,13 @@ class AttentionConfig:
 
     kernel: str = key(
         "auto",
-        "math, flash, efficient (CUDA), folded, blocked; auto: the cheapest exact one",
+        "math, flash, folded, blocked, on CUDA also cudnn, efficient, wide; auto: the cheapest"
+        " exact one; portable: of those on every GPU",
         Role.CONTENT | Role.PAIR_FREE | Role.FINETUNE,
-        choices=("auto", "math", "flash", "efficient", "folded", "blocked"),
+        choices=(
+            *("auto", "portable", "math", "flash", "cudnn", "efficient"),
+            *("folded", "blocked", "wide"),
+        ),
     )
 
 

@@ -119,15 +119,19 @@ class Trainer:
         return norm
 
     def _log_training(self, norm: torch.Tensor) -> None:
-        self._check_finite()
         progress, step = self.progress, self.train_step
-        loss = sum(self.ranks.all_gather(float(step.loss_sum))) / progress.loss_count
+        norm = self.ranks.unshard(norm).to(step.loss_sum)
+        # One wait for the device: a sum that is finite has had finite terms only.
+        loss_sum, grad_norm = torch.stack([step.loss_sum, norm]).cpu().tolist()
+        loss = sum(self.ranks.all_gather(loss_sum)) / progress.loss_count
+        if not math.isfinite(loss):
+            self._check_finite()
         step.loss_sum.zero_()
         progress.loss_count = 0
         row = {
             "train/loss": loss,
             "train/lr": step.optimizer.param_groups[0]["lr"],
-            "train/grad_norm": float(self.ranks.unshard(norm)),
+            "train/grad_norm": grad_norm,
             **self.throughput.row(),
         }
         if speed := row.get("perf/tokens_per_second"):
@@ -221,6 +225,7 @@ class Throughput:
     def __init__(self, plan: RunPlan, processes: int) -> None:
         self._plan, self._device = plan, plan.config.device
         self._peak = hardware.measure_peak_flops(plan.config) * processes
+        hardware.reset_peak_memory(plan.config.device)  # of the measurement
         self._warm_up = WARM_UP
         self.restart()
 

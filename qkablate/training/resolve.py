@@ -154,7 +154,8 @@ def build_empty_model(config: Config, vocabulary: int) -> Model:
             config.variant,
             vocabulary,
             device=config.device.partition(":")[0],
-            half=hardware.has_half_precision_flash(config),
+            precision=config.precision,
+            gpu=hardware.find_gpu(config),
             kernel=config.attention.kernel,
             padding=config.data.source in PADDED_SOURCES,
         )

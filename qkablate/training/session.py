@@ -7,6 +7,7 @@ import time
 from collections.abc import Callable, Generator
 from contextlib import ExitStack
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 from qkablate.config.variant import layer_names
@@ -24,6 +25,7 @@ from qkablate.training.distributed.broadcast import broadcast
 from qkablate.training.distributed.ranks import SINGLE_PROCESS, Ranks
 from qkablate.training.loop import Diverged, Interrupted, Trainer
 from qkablate.training.recorders.branches import write_branch
+from qkablate.training.recorders.checkpoint_writer import CheckpointWriter
 from qkablate.training.recorders.examples import make_example_tables
 from qkablate.training.resolve import RunPlan, plan_run
 from qkablate.training.signals import Signals, Stopped
@@ -39,6 +41,7 @@ class _RunWriter:
     lease: Lease
     plan: RunPlan
     metrics: MetricsFile
+    checkpoints: CheckpointWriter
 
     @property
     def run(self) -> Run:
@@ -50,7 +53,7 @@ class _RunWriter:
     def save(self, state: checkpoint.Checkpoint) -> None:
         self.lease.verify()
         state.progress.metrics_end = self.metrics.sync()
-        checkpoint.save(self.run.checkpoints, state)
+        self.checkpoints.save(state)
 
     def branch(self, state: checkpoint.Checkpoint) -> None:
         self.lease.verify()
@@ -179,7 +182,9 @@ def train_session(
             if branched and wandb_run.is_on:
                 for line in read_file(run.metrics).splitlines():
                     wandb_run.log(decode_row(line))
-            writer = _RunWriter(lease, plan, metrics)
+            write = partial(checkpoint.save, run.checkpoints, verify=lease.verify)
+            checkpoints = CheckpointWriter(plan.config.device, write)
+            writer = _RunWriter(lease, plan, metrics, checkpoints)
 
             def stop() -> bool:
                 lease.check()
@@ -200,7 +205,8 @@ def train_session(
                 ranks=ranks,
                 make_step=make_step,
             )
-            content |= yield from _train(plan, trainer)
+            with checkpoints:
+                content |= yield from _train(plan, trainer)
             content |= _measure_cost(plan, trainer)  # before the examples, which are no training
             is_whole = not ranks.has_sharded_weights(plan.config)
             if wandb_run.is_on and content["status"] == "done" and is_whole:

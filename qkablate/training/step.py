@@ -50,6 +50,9 @@ class TrainStep:
         self.training_loss = ranks.data_parallel(model, self.loss)
         batches = batch_reader(config, plan.data)
         self.feed = Feed(lambda step: ranks.shard(weigh(batches(step))), self.device)
+        # Only dropout draws, and circuits of the user may; seeding takes time.
+        outside = plan.identity["circuits_from_outside"]
+        self._draws_random_numbers = bool(config.model.dropout or outside)
         # Kept on the device, so that steps need not wait for each other.
         progress = TrainProgress() if resumed is None else resumed.progress
         self.loss_sum = torch.tensor(
@@ -63,10 +66,11 @@ class TrainStep:
         grad_accum = self.config.train.grad_accum
         micro_steps = self.ranks.shard(range(grad_accum))
         for micro, batch in zip(micro_steps, self.feed.take(step), strict=True):
-            # After the parent's last step, if the run begins from a trained one.
-            position = (self.config.init_from.step or 0) + step
-            seed = derive_key(self.config.seeds.dropout, "dropout", position, micro, 0)
-            hardware.seed_generators(self.device, seed)
+            if self._draws_random_numbers:
+                # After the parent's last step, if the run begins from a trained one.
+                position = (self.config.init_from.step or 0) + step
+                seed = derive_key(self.config.seeds.dropout, "dropout", position, micro, 0)
+                hardware.seed_generators(self.device, seed)
             with self.ranks.sync_gradients(self.training_loss, enabled=micro == micro_steps[-1]):
                 with hardware.autocast(self.config):
                     loss = self.training_loss(*batch.inputs, batch.targets_NA, batch.positions_NA)

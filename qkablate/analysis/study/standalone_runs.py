@@ -109,7 +109,10 @@ def _arm_settings(settings: dict[str, Any], identity: dict[str, Any]) -> dict[st
         (shared[section] if section else shared).pop(leaf, None)
     # The config does not determine the content of a file, or the numerics.
     outside = ("circuits_from_outside", "data_fingerprint", "numerics")
-    return shared | {"identity": [identity[key] for key in outside]}
+    parts = [identity[key] for key in outside]
+    if "cuda_numerics" in identity:
+        parts.append(identity["cuda_numerics"])
+    return shared | {"identity": parts}
 
 
 def _make_arm(settings: dict[str, Any], identity: dict[str, Any]) -> Arm:
