@@ -75,10 +75,12 @@ def format_plan(
         lines.append(f"done     {format_count(len(done), 'run')} already, in this sweep or another")
     if estimates is not None:
         cost = estimate_sweep(manifest, estimates, slots, done, steps.fractions)
-        one, all_slots = format_short(cost.max_bytes), format_short(slots * cost.max_bytes)
+        at_once = slots * max(int(arm.config.train.vmap) for arm in manifest.arms.values())
+        at_once = min(at_once, max(slots, len(manifest.runs)))
+        one, all_slots = format_short(cost.max_bytes), format_short(at_once * cost.max_bytes)
         lines.append(
             f"cost     about {format_duration(cost.seconds)}, {format_short(cost.flops)}FLOP;"
-            f" memory {one}B at most for one run, {all_slots}B for {slots} of them"
+            f" memory {one}B at most for one run, {all_slots}B for {at_once} of them"
         )
         if engine is not None and engine.name != "local":
             lines.append("         timed on this machine, one run alone, without queueing")
