@@ -48,7 +48,6 @@ def test_runs_of_an_arm_train_as_programs(qkablate, grid, tmp_path):
     before = results(tmp_path)
     assert qkablate(*grid, "workers=2").code == 0
     assert results(tmp_path) == before
-    assert "6 pairs" in (found := qkablate("results")).out or found.code == 0
 
 
 @pytest.mark.slow
@@ -72,7 +71,8 @@ def test_unsupported_runs_train_beside_programs(qkablate, tiny, tmp_path):
     words += ["model.dropout=0,0.1", "sweep.baseline=null"]
     plan = qkablate(*words, "--dry-run")
     assert "2 of 4 runs train together" in plan.out
-    assert "1 arm not vmapped: standard-d16-h2-dropout=0.1: model.dropout" in plan.out
+    text = " ".join(plan.out.split())
+    assert "1 arm not vmapped: standard-d16-h2-dropout=0.1: model.dropout" in text
     assert qkablate(*words).code == 0
     vmapped = [read_result(path.parent)["vmap"] for path in results(tmp_path)]
     assert sorted(vmapped) == [False, False, True, True]
