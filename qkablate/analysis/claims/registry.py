@@ -22,6 +22,7 @@ from qkablate.runs.records import read_json, write_json
 from qkablate.strict_json import from_json
 
 FORMAT = 2
+STATISTICS = 2  # raised with the rules by which claims are judged; 1: before it was recorded
 FILE = "claim.json"
 
 
@@ -33,6 +34,7 @@ class Registration:
     claim: Claim
     when: str
     earlier: frozenset[str]  # hashes of claims of its name that already had results
+    statistics: int = STATISTICS  # the rules when it was registered
 
     @property
     def sweeps(self) -> dict[int, Path]:
@@ -60,7 +62,8 @@ class Registration:
         if path.is_symlink() and path.resolve() != sweep.resolve():
             raise UserError(
                 f"'{path}' is {path.resolve().name}, and here it would be {sweep.name}: data,"
-                " device, precision or this program differ; another out=FOLDER keeps them apart"
+                " device, matmul, precision or this program differ; another out=FOLDER keeps them"
+                " apart"
             )
         link_atomic(path, sweep)
 
@@ -81,14 +84,17 @@ def claim_grid(claim: Claim, seeds: int) -> tuple[GridConfig, list[str]]:
     return grid, [f"control={','.join(used)}"]
 
 
-def register_claim(claim: Claim, out: str) -> Registration:
-    """Register a claim, unless it already is."""
+def register_claim(
+    claim: Claim, out: str, published: Mapping[str, Any] | None = None
+) -> Registration:
+    """Register a claim, unless it already is; `published` is how others have registered it."""
     folder = Path(out).expanduser() / "claims" / claim.folder_name
     if not (folder / FILE).exists():
         make_folder(folder)
         earlier = [r.claim.hash for r in find_registrations(out, claim.name) if _has_results(r)]
-        content = {
+        content = published or {
             "format": FORMAT,
+            "statistics": STATISTICS,
             "registered": datetime.now(UTC).isoformat(),
             "version": __version__,
             "hash": claim.hash,
@@ -96,9 +102,9 @@ def register_claim(claim: Claim, out: str) -> Registration:
             "claim": claim.content,
             "final_seeds": claim.seeds_of("final", claim.seeds[-1]),
             "tuning_seeds": claim.seeds_of("tuning", claim.tuning_seeds),
-            "earlier": earlier,
         }
-        write_json(folder / FILE, content)
+        known = content.get("earlier") or []
+        write_json(folder / FILE, {**content, "earlier": sorted({*known, *earlier})})
     return read_registration(folder)
 
 
@@ -117,7 +123,9 @@ def read_registration(folder: Path) -> Registration:
     except (KeyError, TypeError, ValueError, AttributeError):
         raise UserError(f"'{folder / FILE}' is damaged, or was changed by hand") from None
     earlier = frozenset(map(str, content.get("earlier") or ()))
-    return Registration(folder, claim, str(content.get("registered")), earlier)
+    statistics = content.get("statistics")
+    statistics = statistics if type(statistics) is int else 1
+    return Registration(folder, claim, str(content.get("registered")), earlier, statistics)
 
 
 def find_registrations(out: str, name: str) -> list[Registration]:
