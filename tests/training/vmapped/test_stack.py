@@ -155,7 +155,10 @@ def test_checkpoint_is_one_of_a_single_run(tmp_path):
     _, single = train_alone(plans, 5)
     _, stacked = train_stacked(plans, 5)
     for one, other in zip(single, stacked, strict=True):
-        expected, state = one.checkpoint(TrainProgress(step=5)), other.checkpoint(TrainProgress(step=5))
+        expected, state = (
+            one.checkpoint(TrainProgress(step=5)),
+            other.checkpoint(TrainProgress(step=5)),
+        )
         torch.testing.assert_close(state.weights, expected.weights, rtol=0, atol=1e-5)
         torch.testing.assert_close(
             state.state["optimizer"], expected.state["optimizer"], rtol=1e-4, atol=1e-5
