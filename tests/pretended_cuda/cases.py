@@ -34,6 +34,13 @@ class Case(NamedTuple):
         return self.kept * 2 * 256 * 64 * 4
 
     @property
+    def name(self) -> str:
+        """The words of a test's name."""
+        flags = {"dropout": self.dropout, "recompute": self.recompute, "blocks": self.blocks}
+        parts = [self.variant, self.precision, self.kernel, self.position]
+        return " ".join([*parts, *(name for name, is_on in flags.items() if is_on), self.words])
+
+    @property
     def settings(self) -> dict[str, str]:
         """The words of the run."""
         return {

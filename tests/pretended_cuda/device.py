@@ -23,6 +23,7 @@ from torch.nn import functional as F  # noqa: E402
 CAPABILITY = [9, 0]
 PINNED: dict[int, Tensor] = {}  # by storage, which is kept so that its number stays its own
 WAITS: list[Callable[[str], None]] = []  # called with the name of an explicit wait
+WIDEST: list[int] = []  # bytes of the tensors that count to the peak memory
 aten = torch.ops.aten
 
 
@@ -144,7 +145,7 @@ def _install() -> None:
         "set_rng_state": lambda state, device=None: None,
         "synchronize": lambda device=None: wait("synchronize"),
         "empty_cache": lambda: None,
-        "reset_peak_memory_stats": lambda device=None: None,
+        "reset_peak_memory_stats": lambda device=None: WIDEST.clear(),
         "max_memory_allocated": lambda device=None: 0,
         "Event": _Event,
         "_lazy_init": lambda: None,
