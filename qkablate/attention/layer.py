@@ -8,7 +8,7 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor, nn
 
-from qkablate.attention.kernels import dispatch
+from qkablate.attention.kernels import choice
 from qkablate.attention.kernels.dispatch import attend, causal_mask
 from qkablate.attention.modifiers import NORMS, Alibi, QKNorm, Rope, UnitKeys, check_rope
 from qkablate.attention.ov import OV
@@ -17,7 +17,7 @@ from qkablate.attention.spec import Spec, UnsupportedCombination
 
 MATCHES = ("none", "spread", "exact")
 # With a cache there are few queries against many keys, which "blocked" is not made for.
-_DECODING_KERNELS = {"static": "static", "folded": "folded", "blocked": "folded"}
+_DECODING_KERNELS = {"static": "static", "folded": "folded", "blocked": "folded", "wide": "folded"}
 
 
 class Cache:
@@ -70,7 +70,8 @@ class Attention(nn.Module):
         mask_self: bool = False,
         position: str = "none",
         device: str = "cpu",
-        half: bool = False,
+        precision: str = "fp32",
+        gpu: choice.Gpu | None = None,
         dropout: float = 0.0,
         kernel: str = "auto",
         padding: bool = False,
@@ -105,22 +106,25 @@ class Attention(nn.Module):
         elif position == "alibi":
             self.alibi = Alibi(spec.heads, spec.context or 0)
         learned_bias = type(self.qk).score_bias is not QK.score_bias
-        shapes = dispatch.Shapes(
+        shapes = choice.Shapes(
             heads=spec.heads,
             key_heads=self.qk.key_heads,
             value_heads=self.ov.value_heads,
             width=self.qk.width,
             value_width=self.ov.width,
             device=device,
-            half=half,
+            precision=precision,
+            gpu=gpu,
             dropout=dropout,
             score_bias=mask_self or position == "alibi" or learned_bias or padding,
             learned_bias=learned_bias,
             context=spec.context or 0,
         )
-        if reason := dispatch.unsupported_reason(kernel, shapes):
+        if reason := choice.unsupported_reason(kernel, shapes):
             raise UnsupportedCombination(f"attention.kernel={kernel}: {reason}")
-        self.kernel = dispatch.choose_kernel(shapes) if kernel == "auto" else kernel
+        if kernel in ("auto", "portable"):
+            kernel = choice.choose_kernel(shapes, portable=kernel == "portable")
+        self.kernel = kernel
 
     def forward(
         self,

@@ -107,6 +107,8 @@ def identity(
         del frozen["train"]["test_tokens"]  # none of the test split is read, or all
     if config.train.grad_accum > 1 and not is_causal_text(config.data):
         frozen["micro_batches"] = "by answers"  # earlier runs gave each the same weight
+    if config.train.vmap != 1:  # on a GPU kernels may depend on how many runs there are
+        frozen["vmap"] = "yes" if device == "cpu" else config.train.vmap
     if config.init_from.run is None:
         del frozen["init_from"]
     else:

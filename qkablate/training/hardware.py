@@ -17,6 +17,7 @@ from typing import Any
 import torch
 
 from qkablate.attention.kernels import matmul
+from qkablate.attention.kernels.choice import Gpu
 from qkablate.config import Config
 from qkablate.errors import ImpossibleConfig, UserError
 
@@ -36,9 +37,15 @@ def resolve(config: Config, *, remote: bool = False) -> Config:
                     f"{key}: auto depends on the GPU, and this machine has none; give {allowed}"
                 )
         device, compiled, threads = config.device, config.compile, 1
+        if config.attention.kernel == "auto":  # otherwise the GPU would choose another one
+            config = dataclasses.replace(
+                config, attention=dataclasses.replace(config.attention, kernel="portable")
+            )
     else:
         device = _resolve_device(config.device)
-        compiled, threads = _resolve_compile(config.compile, device), torch.get_num_threads()
+        # A vmapped program is not compiled: `auto` means that it may be vmapped.
+        requested = False if config.train.vmap != 1 and config.compile == "auto" else config.compile
+        compiled, threads = _resolve_compile(requested, device), torch.get_num_threads()
     precision = _resolve_precision(config.precision, device)
     return dataclasses.replace(
         config,
@@ -146,15 +153,16 @@ def _cpu_capabilities() -> Mapping[str, Any]:
     return torch.cpu.get_capabilities() if hasattr(torch.cpu, "get_capabilities") else {}
 
 
-def has_half_precision_flash(config: Config) -> bool:
-    """Return whether matmuls are 16 bits wide on a device whose flash kernel supports that."""
-    if config.precision == "fp32":
-        return False
-    if not config.device.startswith("cuda"):
-        return True
-    if not torch.cuda.is_available():  # a remote GPU; those with bf16 support it
-        return config.precision == "bf16"
-    return torch.cuda.get_device_capability(config.device)[0] >= 8
+def find_gpu(config: Config) -> Gpu | None:
+    """Return the properties of the config's GPU; None without one, or if it is a remote one."""
+    if not (config.device.startswith("cuda") and torch.cuda.is_available()):
+        return None
+    return Gpu(
+        capability=torch.cuda.get_device_capability(config.device),
+        # Its backward pass has no deterministic algorithm.
+        cudnn=torch.backends.cudnn.is_available() and not config.deterministic,
+        triton=importlib.util.find_spec("triton") is not None,
+    )
 
 
 def configure_process(config: Config) -> None:

@@ -61,6 +61,7 @@ class Trainer:
         write: Callable[..., None] = lambda *_: None,  # calls a function with the run's folder
         began: float | None = None,
         ranks: Ranks = SINGLE_PROCESS,
+        make_step: type[TrainStep] = TrainStep,
     ) -> None:
         self.plan, self.config, self.model, self.ranks = plan, plan.config, model, ranks
         self.sinks, self.stop, self.write = list(sinks), stop, write
@@ -69,12 +70,12 @@ class Trainer:
         self.record_predictions = PredictionRecorder(plan, write)
         self.progress = TrainProgress() if resumed is None else resumed.progress
         self._saved = -1 if resumed is None else resumed.progress.step
-        self.train_step = TrainStep(plan, model, resumed, ranks)
+        self.train_step = make_step(plan, model, resumed, ranks)
         self.throughput = Throughput(plan, ranks.count)
         self._began = time.perf_counter() if began is None else began
 
-    def fit(self) -> None:
-        """Train to the last step; raise Interrupted or Diverged."""
+    def fit(self) -> Iterator[int]:
+        """Train to the last step, yielding the number of each; raise Interrupted or Diverged."""
         train, progress = self.config.train, self.progress
         # A rank that has only a shard of the weights cannot measure them.
         sharded = self.ranks.has_sharded_weights(self.config)
@@ -105,6 +106,7 @@ class Trainer:
             if last:
                 return
             self._check_stop()
+            yield step
             norm = self._step(step)
             progress.step += 1
             if progress.step % self.config.tracking.log_every == 0 or progress.step == train.steps:

@@ -22,6 +22,7 @@ from qkablate.runs.records import read_json, write_json
 from qkablate.strict_json import from_json
 
 FORMAT = 2
+STATISTICS = 2  # raised with every change of the statistics that may move a verdict
 FILE = "claim.json"
 
 
@@ -33,6 +34,7 @@ class Registration:
     claim: Claim
     when: str
     earlier: frozenset[str]  # hashes of claims of its name that already had results
+    statistics: int = STATISTICS  # those of the time when it was registered
 
     @property
     def sweeps(self) -> dict[int, Path]:
@@ -91,6 +93,7 @@ def register_claim(claim: Claim, out: str) -> Registration:
             "format": FORMAT,
             "registered": datetime.now(UTC).isoformat(),
             "version": __version__,
+            "statistics": STATISTICS,
             "hash": claim.hash,
             "source": claim.source,
             "claim": claim.content,
@@ -117,7 +120,8 @@ def read_registration(folder: Path) -> Registration:
     except (KeyError, TypeError, ValueError, AttributeError):
         raise UserError(f"'{folder / FILE}' is damaged, or was changed by hand") from None
     earlier = frozenset(map(str, content.get("earlier") or ()))
-    return Registration(folder, claim, str(content.get("registered")), earlier)
+    version = content.get("statistics", 1)
+    return Registration(folder, claim, str(content.get("registered")), earlier, version)
 
 
 def find_registrations(out: str, name: str) -> list[Registration]:
@@ -158,7 +162,12 @@ def _leaves(value: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:
 def edits_since(claim: Claim, before: list[Registration]) -> list[str]:
     """Return the edits of a claim since it had results; with them, its verdict confirms nothing."""
     same = [other for other in before if other.claim.hash == claim.hash]
-    return [
+    changed = [
+        f"registered on {other.when} under other statistics than it is judged by"
+        for other in same
+        if other.statistics != STATISTICS
+    ]
+    return changed + [
         f"edited after the runs of {other.when}: {'; '.join(describe_changes(other.claim, claim))}"
         for other in before
         if other.claim.hash != claim.hash
