@@ -62,6 +62,7 @@ class Case(NamedTuple):
 # The last number bounds what a block keeps for the backward pass, in fp32 streams of d_model.
 _TABLE = """
 standard fp16 flash learned dropout recompute blocks 1.5
+standard bf16 cudnn rope dropout 14
 collaborative bf16 math learned 39
 four_matrix bf16 folded learned dropout blocks 45
 four_ov fp32 folded learned recompute blocks 1.5
@@ -70,6 +71,7 @@ low_rank_w fp32 folded alibi dropout 57
 merged_ov fp16-sm75 efficient learned dropout blocks 16
 merged_w fp32 blocked learned blocks 31
 mqa bf16 blocked alibi recompute 1.5
+no_k fp16 cudnn learned recompute blocks 1.5
 no_k fp32 efficient learned dropout recompute 1.5
 no_o bf16 folded learned blocks 38
 no_q bf16 folded alibi recompute blocks 1.5
@@ -107,6 +109,9 @@ IMPOSSIBLE = {
     ("fp32", "flash"),
     ("blocked", 0.1),
     ("flash", "alibi"),
+    ("fp16-sm75", "cudnn"),
+    ("fp32", "cudnn"),
+    ("cudnn", "alibi"),
     ("static", "rope"),
 }
 
