@@ -18,7 +18,6 @@ from qkablate.training.distributed.ranks import Ranks
 from qkablate.training.step import NEVER, TrainStep
 
 
-
 class StackedStep(TrainStep):
     """The step of one run of a program, whose `RunStack` computes the gradients of all."""
 
