@@ -130,6 +130,42 @@ def _parse(row: str) -> Case:
     )
 
 
+# By variant, the kernel that is chosen on an H100 in bf16, and the same bound with it.
+_CHOSEN = """
+standard cudnn 11.5
+collaborative cudnn 11.5
+four_matrix cudnn 12.5
+four_ov cudnn 12.0
+gqa cudnn 11.5
+low_rank_w cudnn 12.0
+merged_ov efficient 14.0
+merged_w efficient 14.0
+mqa cudnn 10.5
+no_k cudnn 11.0
+no_o cudnn 11.5
+no_q cudnn 11.0
+no_qk cudnn 10.5
+no_v cudnn 11.5
+no_vo cudnn 11.0
+qk_norm cudnn 14.0
+shared_qk cudnn 10.5
+shared_qk_reformer efficient 12.0
+six_matrix cudnn 13.0
+standard_reassociated efficient 14.5
+static_scores static 21.5
+sym_diag cudnn 11.0
+sym_pairwise cudnn 12.0
+symmetric_w efficient 14.5
+tied_kv cudnn 10.5
+tied_qkv cudnn 9.5
+uniform static 9.5
+wide_qk efficient 15.0
+"""
+CHOSEN = {
+    Case(variant, "bf16", kept=float(kept)): kernel
+    for variant, kernel, kept in map(str.split, _CHOSEN.strip().splitlines())
+}
+
 CASES = [_parse(row) for row in _TABLE.strip().splitlines()]
 
 

@@ -9,7 +9,7 @@ import os
 import pytest
 
 from qkablate.config import variants
-from tests.pretended_cuda.cases import CASES, FORMS, IMPOSSIBLE, Case, product
+from tests.pretended_cuda.cases import CASES, CHOSEN, FORMS, IMPOSSIBLE, Case, product
 
 # Where the program may wait for the device, and how often: an evaluation begins and ends the two
 # steps, and each of them, and the checkpoint, asks for the first step that is not finite.
@@ -59,7 +59,7 @@ def test_runs_are_sound_on_cuda(trace, case):
 
 
 def test_the_cases_cover_every_variant_and_pair():
-    assert {case.variant for case in CASES} == {*variants()}
+    assert {case.variant for case in CASES} == {case.variant for case in CHOSEN} == {*variants()}
     columns = [{case[place] for case in CASES} for place in range(1, 7)]
     pairs = {
         ((i, a), (j, b))
@@ -82,6 +82,15 @@ def test_a_sample_of_all_runs_is_sound(trace, case):
         assert "rope" in traced["error"]  # the only setting that some variants do not support
     else:
         check(case, traced)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("case", CHOSEN, ids=lambda case: case.variant)
+def test_the_chosen_kernel_keeps_little(trace, case):
+    """With it no variant keeps a weight for each pair of positions of each window."""
+    traced = trace(case)
+    check(case, traced)
+    assert traced["kernel"] == CHOSEN[case]
 
 
 ROPE = Case("standard", "bf16", "flash", "rope")
