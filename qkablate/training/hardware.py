@@ -109,7 +109,9 @@ def _resolve_compile(config: Config) -> bool | str:
     """
     requested, device = config.compile, config.device
     cuda = device.startswith("cuda")
-    if requested is False or (requested == "auto" and not (cuda and compiling_pays(config))):
+    # A vmapped program is not compiled: `auto` means that it may be vmapped.
+    may_gain = cuda and config.train.vmap == 1 and compiling_pays(config)
+    if requested is False or (requested == "auto" and not may_gain):
         return False
     # The compilers of inductor (on a CPU) and Triton (on CUDA), and the headers they need.
     compiler = os.environ.get("CC" if cuda else "CXX")
@@ -263,10 +265,10 @@ def measure_peak_flops(config: Config, size: int | None = None) -> float:
     if size is None:  # 1,024 with one thread would cost a short run 0.1 s
         size = 512 if config.device == "cpu" and config.threads in (1, 2) else 1024
         size = 8192 if config.device.startswith("cuda") else size
-    a, b = (
-        torch.ones(size, size, dtype=DTYPES[config.precision], device=config.device)
-        for _ in range(2)
-    )
+    # Not ones: a GPU is faster where bits do not change.
+    generator = torch.Generator().manual_seed(0)
+    draws = (torch.randn(size, generator=generator).to(config.device) for _ in range(4))
+    a, b = (torch.outer(next(draws), next(draws)).to(DTYPES[config.precision]) for _ in range(2))
     seconds = min(time_action(lambda: matmul.linear(a, b), config.device) for _ in range(5))
     return 2 * size**3 / seconds
 
@@ -315,6 +317,13 @@ def peak_memory(device: str) -> int:
         return torch.cuda.max_memory_allocated(device)
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     return peak if sys.platform == "darwin" else 1024 * peak
+
+
+def reset_peak_memory(device: str) -> None:
+    """Start to measure the peak memory anew where that is possible: on a GPU."""
+    if device.startswith("cuda"):
+        torch.cuda.empty_cache()
+        torch.cuda.reset_peak_memory_stats(device)
 
 
 def describe_device(config: Config) -> dict[str, Any]:

@@ -5,11 +5,13 @@ import subprocess
 import sys
 
 import pytest
+import torch
 
+from qkablate.attention.kernels import matmul
 from qkablate.attention.kernels.choice import Gpu
 from qkablate.config import Config, ModelConfig, TrainConfig
 from qkablate.errors import UserError
-from qkablate.training.hardware import compile_loss, find_gpu, resolve
+from qkablate.training.hardware import compile_loss, find_gpu, measure_peak_flops, resolve
 
 INTEL = {"cpu_name": "Intel Xeon"}
 
@@ -166,3 +168,15 @@ def test_loss_becomes_a_graph_only_where_asked(monkeypatch, compiled):
     static, graphs = {"dynamic": False}, {"dynamic": False, "mode": "reduce-overhead"}
     expected = {False: [], True: [static, static], "graphs": [static, graphs, "step"]}
     assert calls == expected[compiled]
+
+
+def test_the_peak_is_measured_with_numbers_that_differ(monkeypatch):
+    """A GPU draws less power, and is faster, where it multiplies ones."""
+    operands = []
+    monkeypatch.setattr(matmul, "linear", lambda *pair: operands.extend(pair))
+    config = Config(device="cpu", precision="bf16", threads=1)
+    assert measure_peak_flops(config, 64) > 0
+    for operand in operands[:2]:
+        assert operand.shape == (64, 64)
+        assert operand.dtype == torch.bfloat16
+        assert len(operand.unique()) > 500
