@@ -200,7 +200,8 @@ def _train(plan: RunPlan) -> dict[str, Any]:
         watched.phase = "loop"
         kept = Kept(model)
         with torch.autograd.graph.saved_tensors_hooks(kept.pack, lambda saved: saved):
-            trainer.fit()
+            for _ in trainer.fit():
+                pass
         checkpoints.wait()
     return {
         "kinds": ["reads", "uploads", "waits", "wide"],
