@@ -158,8 +158,8 @@ def check(config: Config) -> None:
         )
     if len(optim.betas) != 2 or not all(0 <= beta < 1 for beta in optim.betas):
         raise UserError(f"optim.betas: {optim.betas} are not two numbers from 0 to below 1")
-    if config.compile not in (True, False, "auto"):
-        raise UserError(f"compile: '{config.compile}' is not one of auto, true, false")
+    if config.compile not in (True, False, "auto", "graphs"):
+        raise UserError(f"compile: '{config.compile}' is not one of auto, true, false, graphs")
     if not re.fullmatch(r"auto|cpu|mps|cuda(:\d+)?", config.device, re.ASCII):
         devices = ("auto", "cpu", "cuda", "cuda:N", "mps")
         raise UserError(f"device: {not_one_of(config.device, devices)}")

@@ -298,7 +298,10 @@ class Config:
     device: str = key(
         "auto", "cpu, cuda, cuda:N, mps", Role.IDENTITY | Role.ONE_PER_SWEEP | Role.FINETUNE
     )
-    compile: bool | str = training_key("auto", "true, false; auto: true on CUDA")
+    compile: bool | str = training_key(
+        "auto",
+        "true, false, graphs (CUDA graphs); auto: true on CUDA if the run is long enough to gain",
+    )
     threads: int | str = key(
         "auto",
         "CPU threads; recorded, and reused when the run is resumed",
