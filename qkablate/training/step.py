@@ -1,6 +1,7 @@
 """One optimizer step: forward and backward passes, clipping, update."""
 
 import math
+from collections.abc import Callable
 
 import torch
 from torch import Tensor
@@ -16,6 +17,8 @@ from qkablate.training.feed import Feed, batch_reader
 from qkablate.training.optimizer import learning_rate, make_optimizer
 from qkablate.training.resolve import RunPlan
 
+# Makes the step of a run with this model, from a checkpoint.
+StepFactory = Callable[[RunPlan, Model, Checkpoint | None, Ranks], "TrainStep"]
 NEVER = 2**62  # later than any step
 
 

@@ -18,9 +18,9 @@ from itertools import islice
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from qkablate.config import Config
-from qkablate.errors import UserError
+from qkablate.errors import UserError, print_stderr
 from qkablate.redaction import redact
-from qkablate.runs.run import count_cores
+from qkablate.runs.run import count_cores, label
 from qkablate.training.signals import Signals
 
 if TYPE_CHECKING:
@@ -90,8 +90,11 @@ class Ranks:
         threads = config.threads
         if threads == "auto":  # torchrun would set 1
             threads = max(1, count_cores() // self.local_count)
+        if config.train.vmap != 1 and self.is_first:
+            print_stderr(f"{label(config)} is not vmapped: {self.count} processes train it")
         return dataclasses.replace(
             config,
+            train=dataclasses.replace(config.train, vmap=1),
             device=self._resolve_device(config.device),
             threads=threads,
             compile=False if config.train.fsdp else config.compile,
