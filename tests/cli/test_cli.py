@@ -1,6 +1,7 @@
 """The command as a user types it."""
 
 import json
+import os
 import re
 import shlex
 import subprocess
@@ -35,6 +36,17 @@ def test_help_fits_80_columns(qkablate, verb):
 def test_version(qkablate):
     assert qkablate("--version").out == f"qkablate {__version__}\n"
     assert "qkablate --version" in qkablate("-v").err
+
+
+def test_waiting_threads_give_up_their_core_unless_the_user_says_otherwise(qkablate, monkeypatch):
+    """Libgomp reads this when torch is imported, which is after the command began."""
+    for given, policy, found in ((None, None, "50000"), ("7", None, "7"), (None, "passive", None)):
+        for name, value in (("GOMP_SPINCOUNT", given), ("OMP_WAIT_POLICY", policy)):
+            monkeypatch.delenv(name, raising=False)
+            if value is not None:
+                monkeypatch.setenv(name, value)
+        qkablate("--version")
+        assert os.environ.get("GOMP_SPINCOUNT") == found
 
 
 def test_unknown_verb(qkablate):

@@ -22,7 +22,7 @@ from qkablate.runs.records import read_json, write_json
 from qkablate.strict_json import from_json
 
 FORMAT = 2
-STATISTICS = 2  # raised with the rules by which claims are judged; 1: before it was recorded
+STATISTICS = 2  # raised with every change of the statistics that may move a verdict
 FILE = "claim.json"
 
 
@@ -34,7 +34,7 @@ class Registration:
     claim: Claim
     when: str
     earlier: frozenset[str]  # hashes of claims of its name that already had results
-    statistics: int = STATISTICS  # the rules when it was registered
+    statistics: int = STATISTICS  # those of the time when it was registered
 
     @property
     def sweeps(self) -> dict[int, Path]:
@@ -94,9 +94,9 @@ def register_claim(
         earlier = [r.claim.hash for r in find_registrations(out, claim.name) if _has_results(r)]
         content = published or {
             "format": FORMAT,
-            "statistics": STATISTICS,
             "registered": datetime.now(UTC).isoformat(),
             "version": __version__,
+            "statistics": STATISTICS,
             "hash": claim.hash,
             "source": claim.source,
             "claim": claim.content,
@@ -123,9 +123,8 @@ def read_registration(folder: Path) -> Registration:
     except (KeyError, TypeError, ValueError, AttributeError):
         raise UserError(f"'{folder / FILE}' is damaged, or was changed by hand") from None
     earlier = frozenset(map(str, content.get("earlier") or ()))
-    statistics = content.get("statistics")
-    statistics = statistics if type(statistics) is int else 1
-    return Registration(folder, claim, str(content.get("registered")), earlier, statistics)
+    version = content.get("statistics", 1)
+    return Registration(folder, claim, str(content.get("registered")), earlier, version)
 
 
 def find_registrations(out: str, name: str) -> list[Registration]:
@@ -166,7 +165,12 @@ def _leaves(value: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:
 def edits_since(claim: Claim, before: list[Registration]) -> list[str]:
     """Return the edits of a claim since it had results; with them, its verdict confirms nothing."""
     same = [other for other in before if other.claim.hash == claim.hash]
-    return [
+    changed = [
+        f"registered on {other.when} under other statistics than it is judged by"
+        for other in same
+        if other.statistics != STATISTICS
+    ]
+    return changed + [
         f"edited after the runs of {other.when}: {'; '.join(describe_changes(other.claim, claim))}"
         for other in before
         if other.claim.hash != claim.hash

@@ -37,6 +37,7 @@ Seeds = tuple[tuple[str, int], ...]  # equal for the two runs of a pair
 # Fields of result.json.
 _FACTS = ["precision", "matmul", "device", "kernel", "compile", "threads", "data_fingerprint"]
 _FACTS += ["test_tokens", "steps", "seconds", "packed", "attempt", "version", "chance", "ended"]
+_FACTS += ["vmap"]
 _FACTS += [TEXT_REFERENCES]
 
 

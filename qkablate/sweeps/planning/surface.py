@@ -105,12 +105,16 @@ class Surface:
         Surfaces are drawn around the fitted one with its covariance (a parametric bootstrap). The
         minimum of each is sought among the rates tried nearby: the search has shown that it lies
         there. So a surface with an uncertain curvature has an excess, too, and the choice of a grid
-        point is charged with its distance.
+        point is charged with its distance. Only convex surfaces count, where there are any: a
+        saddle has its minimum in a corner, which overstates the excess.
         """
         rng = np.random.default_rng(0)
         mean_P = np.array([*self.slope_K, *(self.hessian_KK[p] for p in _pairs(self.size))])
         noise_SP = rng.multivariate_normal(np.zeros(len(mean_P)), self.covariance_PP, _DRAWS)
         beta_SP = mean_P + noise_SP
+        convex_S = np.linalg.eigvalsh(self._hessians(beta_SP))[:, 0] > 0
+        if convex_S.any():
+            beta_SP = beta_SP[convex_S]
         axes = [
             np.linspace(low, high, _NODES)
             for low, high in zip(self.lowest_K, self.highest_K, strict=True)
@@ -119,6 +123,13 @@ class Surface:
         lowest_S = (beta_SP @ _terms(places_GK).T).min(axis=1)
         own_S = beta_SP @ _terms(_log_distance(rates, self.center, self.size)[None])[0]
         return np.asarray(np.maximum(own_S - lowest_S, 0))
+
+    def _hessians(self, beta_SP: np.ndarray) -> np.ndarray:
+        """Return the Hessians of drawn surfaces, as SKK."""
+        hessian_SKK = np.zeros((len(beta_SP), self.size, self.size))
+        for column, (row, other) in enumerate(_pairs(self.size), self.size):
+            hessian_SKK[:, row, other] = hessian_SKK[:, other, row] = beta_SP[:, column]
+        return hessian_SKK
 
 
 def _pairs(size: int) -> list[tuple[int, int]]:
