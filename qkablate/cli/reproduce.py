@@ -64,14 +64,14 @@ PARSER.option("--seeds", "N", "number of seeds; the default is the claim's own",
 def main(argv: list[str]) -> int:
     """Reproduce some published claims, or check some of their runs."""
     args = PARSER.parse(argv)
-    names = [word for word in args.words if "=" not in word]
-    words = [word for word in args.words if "=" in word]
-    count = None
+    given, count = list(args.words), None
     if args.check is not None:
-        is_number = args.check == "" or args.check.isdecimal()
-        names += [] if is_number else [args.check]  # a claim after --check
-        text = args.check if is_number and args.check else str(CHECKED)
+        is_number = args.check.isdecimal()
+        given += [] if is_number or not args.check else [args.check]  # a word after --check
+        text = args.check if is_number else str(CHECKED)
         count = convert_value("--check", text, whole_number(1))
+    names = [word for word in given if "=" not in word]
+    words = [word for word in given if "=" in word]
     if len(names) != 1:
         raise UserError("give one claim, or all: qkablate reproduce NAME")
     if count is not None and args.seeds is not None:
