@@ -61,7 +61,7 @@ class Trainer:
         write: Callable[..., None] = lambda *_: None,  # calls a function with the run's folder
         began: float | None = None,
         ranks: Ranks = SINGLE_PROCESS,
-        make_step: type[TrainStep] = TrainStep,
+        make_step: Callable[..., TrainStep] = TrainStep,
     ) -> None:
         self.plan, self.config, self.model, self.ranks = plan, plan.config, model, ranks
         self.sinks, self.stop, self.write = list(sinks), stop, write

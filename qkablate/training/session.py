@@ -137,7 +137,7 @@ def train_session(
     ranks: Ranks,
     branching: Branching,
     *,
-    make_step: type[TrainStep] = TrainStep,
+    make_step: Callable[..., TrainStep] = TrainStep,
     is_recoverable: Callable[[Exception], bool] = lambda _: False,
 ) -> Session:
     """Train until the run ends; write and return its result.

@@ -146,8 +146,8 @@ def _mask_keys(bias: Tensor | None, key_mask_BS: Tensor, like: Tensor) -> Tensor
 
 def causal_mask(like_TS: Tensor, first: int = 0) -> Tensor:
     """Return −∞ for every key after the query, as TS; the first query has position `first`."""
-    options = {"dtype": like_TS.dtype, "device": like_TS.device}
-    return torch.full(like_TS.shape[-2:], -torch.inf, **options).triu_(1 + first)
+    mask_TS = torch.full(like_TS.shape[-2:], -torch.inf, dtype=like_TS.dtype, device=like_TS.device)
+    return mask_TS.triu_(1 + first)
 
 
 def _per_head(x_BGSE: Tensor, heads: int) -> Tensor:

@@ -15,9 +15,9 @@ from dataclasses import dataclass, field
 from typing import TextIO
 
 from qkablate.errors import UserError
+from qkablate.models.base import Model
 from qkablate.runs.lease import LeaseLost, LeaseObserver
 from qkablate.runs.prefix import NO_BRANCHING, Branching
-from qkablate.models.base import Model
 from qkablate.training import environment, hardware
 from qkablate.training.checkpoint import Checkpoint
 from qkablate.training.distributed.ranks import SINGLE_PROCESS, Ranks

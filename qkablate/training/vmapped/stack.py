@@ -14,7 +14,6 @@ from qkablate.data import Batch
 from qkablate.models.base import Model
 from qkablate.training import hardware
 from qkablate.training.checkpoint import Checkpoint, TrainProgress
-from qkablate.training.distributed.ranks import Ranks
 from qkablate.training.step import NEVER, TrainStep
 
 
