@@ -22,7 +22,7 @@ from qkablate.runs.records import read_json, write_json
 from qkablate.strict_json import from_json
 
 FORMAT = 2
-STATISTICS = 2  # raised with every change of the statistics that may move a verdict
+STATISTICS = 2  # raised with the rules by which claims are judged; 1: before it was recorded
 FILE = "claim.json"
 
 
@@ -34,7 +34,7 @@ class Registration:
     claim: Claim
     when: str
     earlier: frozenset[str]  # hashes of claims of its name that already had results
-    statistics: int = STATISTICS  # those of the time when it was registered
+    statistics: int = STATISTICS  # the rules when it was registered
 
     @property
     def sweeps(self) -> dict[int, Path]:
@@ -94,9 +94,9 @@ def register_claim(
         earlier = [r.claim.hash for r in find_registrations(out, claim.name) if _has_results(r)]
         content = published or {
             "format": FORMAT,
+            "statistics": STATISTICS,
             "registered": datetime.now(UTC).isoformat(),
             "version": __version__,
-            "statistics": STATISTICS,
             "hash": claim.hash,
             "source": claim.source,
             "claim": claim.content,
@@ -123,8 +123,9 @@ def read_registration(folder: Path) -> Registration:
     except (KeyError, TypeError, ValueError, AttributeError):
         raise UserError(f"'{folder / FILE}' is damaged, or was changed by hand") from None
     earlier = frozenset(map(str, content.get("earlier") or ()))
-    version = content.get("statistics", 1)
-    return Registration(folder, claim, str(content.get("registered")), earlier, version)
+    statistics = content.get("statistics")
+    statistics = statistics if type(statistics) is int else 1
+    return Registration(folder, claim, str(content.get("registered")), earlier, statistics)
 
 
 def find_registrations(out: str, name: str) -> list[Registration]:

@@ -102,7 +102,7 @@ def test_missing_runs_and_other_statistics_are_visible(study, qkablate, outputs)
     assert qkablate("report", "--study", "study").code == 0
     page = (study / PAGE).read_text(encoding="utf-8")
     assert "- **INSENSITIVE (exploratory)**: Keys alone" in page
-    assert "under other statistics than it is judged by" in page
+    assert "registered under statistics 1, and judged by 2" in page
     for path in (study / "results").iterdir():
         path.unlink()
     next(outputs.glob("runs/no_q-*/result.json")).unlink()
