@@ -64,10 +64,9 @@ def _report(
     steps, flops, kernels = {}, {}, {}
     for name in names:
         variant = resolve_variant(VariantConfig(**variants()[name]), model)
-        half = precision != "fp32"
         try:
             layer = make_attention(
-                model, variant, device=args.device, half=half, kernel=args.kernel
+                model, variant, device=args.device, precision=precision, kernel=args.kernel
             )
         except UserError as refused:
             print(f"left out: {refused}")

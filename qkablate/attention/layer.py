@@ -8,16 +8,16 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor, nn
 
-from qkablate.attention.kernels import dispatch
+from qkablate.attention.kernels import choice
 from qkablate.attention.kernels.dispatch import attend, causal_mask
-from qkablate.attention.modifiers import NORMS, QKNorm, UnitKeys, alibi, check_rope, rotate
+from qkablate.attention.modifiers import NORMS, Alibi, QKNorm, Rope, UnitKeys, check_rope
 from qkablate.attention.ov import OV
 from qkablate.attention.qk import QK
 from qkablate.attention.spec import Spec, UnsupportedCombination
 
 MATCHES = ("none", "spread", "exact")
 # With a cache there are few queries against many keys, which "blocked" is not made for.
-_DECODING_KERNELS = {"static": "static", "folded": "folded", "blocked": "folded"}
+_DECODING_KERNELS = {"static": "static", "folded": "folded", "blocked": "folded", "wide": "folded"}
 
 
 class Cache:
@@ -70,7 +70,8 @@ class Attention(nn.Module):
         mask_self: bool = False,
         position: str = "none",
         device: str = "cpu",
-        half: bool = False,
+        precision: str = "fp32",
+        gpu: choice.Gpu | None = None,
         dropout: float = 0.0,
         kernel: str = "auto",
         padding: bool = False,
@@ -98,25 +99,32 @@ class Attention(nn.Module):
             self.norm = (QKNorm if norm == "qk" else UnitKeys)(spec, self.qk)
         self.mask_self, self.position, self.dropout = mask_self, position, dropout
         self.scale = (self.norm or self.qk).scale
+        self.rope = self.alibi = None
         if position == "rope":
             check_rope(self.qk)
+            self.rope = Rope(self.qk.width, spec.context or 0)
+        elif position == "alibi":
+            self.alibi = Alibi(spec.heads, spec.context or 0)
         learned_bias = type(self.qk).score_bias is not QK.score_bias
-        shapes = dispatch.Shapes(
+        shapes = choice.Shapes(
             heads=spec.heads,
             key_heads=self.qk.key_heads,
             value_heads=self.ov.value_heads,
             width=self.qk.width,
             value_width=self.ov.width,
             device=device,
-            half=half,
+            precision=precision,
+            gpu=gpu,
             dropout=dropout,
             score_bias=mask_self or position == "alibi" or learned_bias or padding,
             learned_bias=learned_bias,
             context=spec.context or 0,
         )
-        if reason := dispatch.unsupported_reason(kernel, shapes):
+        if reason := choice.unsupported_reason(kernel, shapes):
             raise UnsupportedCombination(f"attention.kernel={kernel}: {reason}")
-        self.kernel = dispatch.choose_kernel(shapes) if kernel == "auto" else kernel
+        if kernel in ("auto", "portable"):
+            kernel = choice.choose_kernel(shapes, portable=kernel == "portable")
+        self.kernel = kernel
 
     def forward(
         self,
@@ -168,8 +176,8 @@ class Attention(nn.Module):
         """Return normalized and rotated queries and keys; the first query has position `first`."""
         if self.norm is not None:
             q_BHTE, k_BGSE = self.norm(q_BHTE, k_BGSE)
-        if self.position == "rope":
-            q_BHTE, k_BGSE = rotate(q_BHTE, first), rotate(k_BGSE)
+        if self.rope is not None:
+            q_BHTE, k_BGSE = self.rope(q_BHTE, first), self.rope(k_BGSE)
         return q_BHTE, k_BGSE
 
     def weights(
@@ -231,10 +239,10 @@ class Attention(nn.Module):
         key_mask_BS: Tensor | None,
     ) -> Tensor | None:
         """Return what is added to the scores except for padding, as BHTS, HTS or TS, or None."""
-        heads, queries = q_BHTE.shape[1:3]
+        queries = q_BHTE.shape[2]
         parts = [self.qk.score_bias(first, queries, keys)]
-        if self.position == "alibi":
-            parts.append(alibi(heads, first, queries, keys, q_BHTE))
+        if self.alibi is not None:
+            parts.append(self.alibi(first, queries, keys, q_BHTE))
         if self.mask_self and is_self:
             # The first query sees no other token.
             keep_first = (first == 0 and causal) or keys == 1
@@ -382,7 +390,9 @@ def _streams(
 
 def self_mask(like: Tensor, first: int, queries: int, keys: int, keep_first: bool) -> Tensor:
     """Return −∞ where a token would attend to itself, as TS; `keep_first` exempts the first."""
-    mask_TS = like.new_zeros(queries, keys)
-    query_T = torch.arange(int(keep_first), queries, device=like.device)
-    mask_TS[query_T, query_T + first] = -torch.inf
-    return mask_TS
+    query_T1 = torch.arange(first, first + queries, device=like.device).unsqueeze(1)
+    key_S = torch.arange(keys, device=like.device)
+    is_self_TS = query_T1 == key_S
+    if keep_first:
+        is_self_TS = is_self_TS & (query_T1 > first)
+    return like.new_zeros(queries, keys).masked_fill(is_self_TS, -torch.inf)

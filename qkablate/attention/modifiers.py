@@ -1,6 +1,7 @@
 """Modifiers between a QK circuit and its scores: norms, positions. Suffixes as in qk/base.py."""
 
 import math
+from typing import Any, Self
 
 import torch
 from torch import Tensor, nn
@@ -69,30 +70,96 @@ class UnitKeys(Circuit):
         return q_BHTE, nn.functional.normalize(k_BGSE, dim=-1).type_as(k_BGSE)
 
 
-def rotate(x_BHTE: Tensor, first: int = 0) -> Tensor:
-    """Rotate plane (a, a + E/2) by position · 10000^(−2a/E), as RoPE does (Su et al., 2021)."""
-    length, width = x_BHTE.shape[-2:]
-    wide = torch.float32 if x_BHTE.device.type == "mps" else torch.float64  # MPS has no float64
-    plane = torch.arange(width // 2, device=x_BHTE.device, dtype=wide)
-    position = torch.arange(first, first + length, device=x_BHTE.device, dtype=wide)
-    angle_TP = position.unsqueeze(1) * 10000 ** (-2 * plane / width)
-    dtype = torch.promote_types(x_BHTE.dtype, torch.float32)
-    cos_TP, sin_TP = angle_TP.cos().to(dtype), angle_TP.sin().to(dtype)
-    a, b = x_BHTE.chunk(2, dim=-1)
-    rotated = torch.cat([a * cos_TP - b * sin_TP, a * sin_TP + b * cos_TP], -1)
-    return rotated.type_as(x_BHTE).contiguous()  # fused kernels need it
+class PositionTable(nn.Module):
+    """Numbers that depend on positions alone, up to a context: computed once, in fp64.
+
+    They are a buffer of the type of the weights that is in no checkpoint. Wherever the module is
+    moved, also from a device without values, they are computed anew.
+    """
+
+    def __init__(self, shape: tuple[int, ...]) -> None:
+        super().__init__()
+        self.register_buffer("table", torch.empty(shape), persistent=False)
+        self.table: Tensor
+        self._fill()
+
+    def compute(self) -> Tensor:
+        """Return the table on the CPU."""
+        raise NotImplementedError
+
+    def _apply(self, fn: Any, recurse: bool = True) -> Self:
+        super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
+        self._fill()
+        return self
+
+    @torch.no_grad()
+    def _fill(self) -> None:
+        if not self.table.is_meta:
+            self.table.copy_(self.compute())
 
 
-def alibi(heads: int, first: int, queries: int, keys: int, like: Tensor) -> Tensor:
-    """Return the ALiBi biases (Press et al., 2022), −|i − j| · 2^(−8 (h + 1) / H), as HTS.
+class Rope(PositionTable):
+    """Rotary positions (Su et al., 2021): cosines and sines, as 2TP with P = E/2 planes."""
+
+    def __init__(self, width: int, context: int) -> None:
+        self.width, self.context = width, context
+        super().__init__((2, context, width // 2))
+
+    def compute(self) -> Tensor:
+        return torch.stack(_rotations(0, self.context, self.width))
+
+    def forward(self, x_BHTE: Tensor, first: int = 0) -> Tensor:
+        """Rotate plane (a, a + E/2) by position · 10000^(−2a/E); the first is `first`."""
+        (length, width), dtype = x_BHTE.shape[-2:], torch.promote_types(x_BHTE.dtype, torch.float32)
+        last = first + length
+        if last <= self.context and self.table.dtype == dtype:
+            cos_TP, sin_TP = self.table[:, first:last].unbind()
+        else:
+            angles = _rotations(first, length, width)
+            cos_TP, sin_TP = (angle.to(x_BHTE.device, dtype) for angle in angles)
+        a, b = x_BHTE.chunk(2, dim=-1)
+        rotated = torch.cat([a * cos_TP - b * sin_TP, a * sin_TP + b * cos_TP], -1)
+        return rotated.type_as(x_BHTE).contiguous()  # fused kernels need it
+
+
+class Alibi(PositionTable):
+    """ALiBi biases (Press et al., 2022), −|i − j| · 2^(−8 (h + 1) / H), by j − i + T as H(2T).
 
     The paper interpolates where the number of heads is not a power of two; this formula does not.
     """
-    i_T1 = torch.arange(first, first + queries, device=like.device).unsqueeze(1)
-    j_S = torch.arange(keys, device=like.device)
-    wide = torch.float32 if like.device.type == "mps" else torch.float64  # MPS has no float64
-    slope_H = 2.0 ** (-8 * torch.arange(1, heads + 1, device=like.device, dtype=wide) / heads)
-    return (-(i_T1 - j_S).abs() * slope_H.view(-1, 1, 1)).to(like.dtype)
+
+    def __init__(self, heads: int, context: int) -> None:
+        self.heads, self.context = heads, context
+        super().__init__((heads, 2 * context))
+
+    def compute(self) -> Tensor:
+        return _biases(self.heads, self.context)
+
+    def forward(self, first: int, queries: int, keys: int, like: Tensor) -> Tensor:
+        """Return the biases of queries from `first` on, as HTS."""
+        last_query, context, table_HD = first + queries, self.context, self.table
+        last = max(last_query, keys)
+        # Of a CPU, the biases in 16 bits are rounded once.
+        if last > context or (like.device.type == "cpu" and table_HD.dtype != like.dtype):
+            context, table_HD = last, _biases(self.heads, last).to(like)
+        windows_HXS = table_HD.unfold(-1, keys, 1)  # the first key at distance X − context
+        rows_HTS = windows_HXS[:, 1 + context - last_query : 1 + context - first].flip(1)
+        return rows_HTS.to(like.dtype)
+
+
+def _rotations(first: int, length: int, width: int) -> tuple[Tensor, Tensor]:
+    """Return cosines and sines of RoPE's angles as TP, in fp64."""
+    plane = torch.arange(width // 2, dtype=torch.float64, device="cpu")
+    position = torch.arange(first, first + length, dtype=torch.float64, device="cpu")
+    angle_TP = position.unsqueeze(1) * 10000 ** (-2 * plane / width)
+    return angle_TP.cos(), angle_TP.sin()
+
+
+def _biases(heads: int, length: int) -> Tensor:
+    """Return ALiBi's biases of distances from −length on as HD, in fp64."""
+    distance_D = torch.arange(-length, length, dtype=torch.float64, device="cpu")
+    head_H = torch.arange(1, heads + 1, dtype=torch.float64, device="cpu")
+    return -distance_D.abs() * (2.0 ** (-8 * head_H / heads))[:, None]
 
 
 def check_rope(qk: QK) -> None:

@@ -197,7 +197,17 @@ def take_out(words: Iterable[str]) -> tuple[list[str], str]:
     except (OSError, ValueError) as error:
         reason = error.strerror if isinstance(error, OSError) else str(error)
         raise UserError(f"out: '{sanitize(out[:60])}' cannot be a folder: {reason}") from None
-    return [word for word in words if not word.startswith("out=")], out
+    return [word for word in words if not word.startswith("out=")], unpacked(out)
+
+
+def unpacked(folder: str) -> str:
+    """Return the folder, or that of its archives of published runs, unpacked."""
+    path = Path(folder).expanduser()
+    if not any(path.glob("*.json.gz")):
+        return folder
+    from qkablate.analysis.publication.unpack import open_archives
+
+    return str(open_archives(path))
 
 
 def out_words(out: str) -> list[str]:

@@ -8,7 +8,14 @@ from argparse import Namespace
 from contextlib import suppress
 from typing import TYPE_CHECKING, Any
 
-from qkablate.cli.arguments import Parser, choose_action, one_of, take_out, whole_number
+from qkablate.cli.arguments import (
+    Parser,
+    choose_action,
+    one_of,
+    take_out,
+    unpacked,
+    whole_number,
+)
 from qkablate.compose.configs import make_config, open_hydra
 from qkablate.compose.grid import read_request
 from qkablate.config import config_names
@@ -52,6 +59,7 @@ Examples
   qkablate claim run one_head --dry-run    its runs, and how long they take here
   qkablate claim run one_head              train them; the same command resumes
   qkablate claim show one_head             verdict, intervals, seeds needed
+  qkablate claim run one_head --from docs/study/results   train what is missing
   qkablate claim run one_head scale=gpu
   qkablate claim run my_claim.yaml data=text data.path=book.txt
 
@@ -62,7 +70,11 @@ Exit codes: 0 there is a verdict · 1 some runs are not done · 2 a mistake in t
 command · 128 + signal interrupted, as 130 by Ctrl-C (checkpoints written)
 """
 # The flags that each action takes.
-ACTIONS = {"list": ("json",), "run": ("dry_run", "more", "retry"), "show": ("json",)}
+ACTIONS = {
+    "list": ("json",),
+    "run": ("dry_run", "from", "more", "retry"),
+    "show": ("json",),
+}
 
 
 _SCALES = [f"scale={name}" for name in config_names("scale")]
@@ -70,6 +82,12 @@ PARSER = Parser(HELP, words=(*ACTIONS, *config_names("claim"), *_SCALES, "out=")
 PARSER.switch("--dry-run", "show the design; train and register nothing")
 PARSER.option(
     "--more", "N", "add N seeds to the declared ones: the verdict is exploratory", whole_number(1)
+)
+PARSER.option(
+    "--from",
+    "FOLDER",
+    "the published runs in this folder count as done; also on another type of CPU, where the"
+    " others are trained with the same matmul and precision",
 )
 PARSER.option("--retry", "failed", "train failed runs again, too", one_of(["failed"]))
 PARSER.switch("--json", "with list and show: print JSON")
@@ -82,7 +100,7 @@ def main(argv: list[str]) -> int:
         PARSER.print_help()
         return 0
     action, words = choose_action(args.words, ACTIONS)
-    for name in ("dry_run", "json", "more", "retry"):
+    for name in ("dry_run", "from", "json", "more", "retry"):
         if getattr(args, name) and name not in ACTIONS[action]:
             raise UserError(f"--{name.replace('_', '-')} has no meaning with claim {action}")
     if action == "list":
@@ -91,14 +109,14 @@ def main(argv: list[str]) -> int:
         raise UserError(
             f"give a claim: qkablate claim {action} NAME; `qkablate claim list` has them"
         )
-    request = _ClaimRequest(words)
+    request = _ClaimRequest(words, reads_only=action == "show")
     return _show(request, args.json) if action == "show" else _run(request, args)
 
 
 class _ClaimRequest:
     """A testable claim, with the words that name it."""
 
-    def __init__(self, words: list[str]) -> None:
+    def __init__(self, words: list[str], *, reads_only: bool) -> None:
         from qkablate.analysis.claims.claim import NON_CLAIM_KEYS
         from qkablate.analysis.claims.parse import claim_names, load_claim
         from qkablate.analysis.claims.registry import find_registrations, registered_names
@@ -122,7 +140,8 @@ class _ClaimRequest:
             is_reserved = key.partition(".")[0] in ("sweep", "control", "seed", "seeds")
             if key not in KEYS and not is_reserved and not (conf_dir() / key).is_dir():
                 raise UserError(no_such_key(key, [*KEYS, *SWEEP_KEYS]))
-        self.out = pairs.get("out", "outputs")
+        out = pairs.get("out", "outputs")
+        self.out = unpacked(out) if reads_only else out
         self.words = words
         if name in registered_names(self.out) and name not in claim_names():
             self.claim = find_registrations(self.out, name)[-1].claim  # from a user's file
@@ -261,6 +280,7 @@ def _run(request: _ClaimRequest, args: Namespace) -> int:
     from qkablate.analysis.claims.claim import find_comparisons
     from qkablate.analysis.claims.judgement import counting_judgement, judge_looks, solo_arms
     from qkablate.analysis.claims.parse import MOST_SEEDS
+    from qkablate.analysis.publication import reuse
     from qkablate.api.sweep import plan_sweep
     from qkablate.cli.launch import run_and_print, show_plan
     from qkablate.report.text.claims import format_claim
@@ -276,6 +296,11 @@ def _run(request: _ClaimRequest, args: Namespace) -> int:
         looks = [looks[-1] + args.more]
         if looks[0] > MOST_SEEDS:
             raise UserError(f"--more: {looks[0]:,} seeds are more than {MOST_SEEDS:,}")
+    archive = None
+    if folder := getattr(args, "from"):
+        archive = reuse.find_archive(folder, claim)
+        given = {**claim.words, **dict(word.split("=", 1) for word in request.run_words)}
+        request.run_words += reuse.machine_words(archive, given)
     for reason in registry.edits_since(claim, registrations):
         print_stderr(f"the verdict will be exploratory: {reason}")
     judgement: Judgement | None = None
@@ -284,6 +309,7 @@ def _run(request: _ClaimRequest, args: Namespace) -> int:
         with open_hydra():
             sweep_request = read_request([*words, *request.run_words], grid)
             more = ["--more", str(args.more)] if args.more else []
+            more += ["--from", folder] if folder else []
             command = [*request.command("run"), *more]
             manifest, slots = plan_sweep(sweep_request, command)
         for left in manifest.left_out:
@@ -300,12 +326,21 @@ def _run(request: _ClaimRequest, args: Namespace) -> int:
                 minutes = math.ceil(len(alone) * seeds * TYPICAL / 60)
                 arms = format_count(len(alone), "arm")
                 pairs.append(f"then {arms} measured alone, {seeds} times: some {minutes} min more")
+            if archive is not None:
+                count = reuse.count_published(archive, manifest)
+                pairs.append(f"{format_count(count, 'published run')} count as done")
             for line in (*format_claim(claim), "", *pairs, ""):
                 print_text(line, " " * 10)
             return show_plan(manifest, slots, sweep_request, as_json=False)
+        if archive is not None:
+            count = reuse.count_published(archive, manifest)
+            print_text(f"{format_count(count, 'published run')} of {folder} count as done")
         try:
-            registration = registry.register_claim(claim, request.out)
+            published = archive.registration if archive is not None else None
+            registration = registry.register_claim(claim, request.out, published)
             registration.add(seeds, manifest.folder)
+            if archive is not None:
+                reuse.add_runs(archive, manifest)
             code = run_and_print(manifest, slots, sweep_request, retry=args.retry is not None)
             if not code and alone:
                 measure_arms(manifest, alone, seeds)

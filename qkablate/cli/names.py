@@ -77,7 +77,8 @@ def find_sources(words: list[str], out: str, kinds: Collection[str] = KINDS) -> 
         return [("sweep", [manifest.find_sweep(None, out)])]
     sources: dict[Path | None, Source] = {}  # all runs are one source
     known: set[Path] = set()
-    for kind, folder in (_find_source(word, out, kinds) for word in words):
+    found = (source for word in words for source in _find_sources(word, out, kinds))
+    for kind, folder in found:
         path = folder.resolve()
         if path not in known:
             known.add(path)
@@ -88,6 +89,19 @@ def find_sources(words: list[str], out: str, kinds: Collection[str] = KINDS) -> 
 
 _RUN_FILES = ["result.json", "metrics.jsonl", "checkpoints", "environment.json", "output.log"]
 _RUN_FILES += ["lease", "attempts"]
+
+
+def _find_sources(word: str, out: str, kinds: Collection[str]) -> list[tuple[str, Path]]:
+    """Return what a word names: of archives every claim, or the sweep of its last look."""
+    if word.endswith(".json.gz") or any(Path(word).expanduser().glob("*.json.gz")):
+        from qkablate.analysis.publication.unpack import open_archives, unpacked_claims
+
+        if root := open_archives(word):
+            claims = unpacked_claims(root)
+            if "claim" in kinds:
+                return [("claim", claim.folder) for claim in claims]
+            return [("sweep", [*claim.sweeps.values()][-1]) for claim in claims]
+    return [_find_source(word, out, kinds)]
 
 
 def _find_source(word: str, out: str, kinds: Collection[str]) -> tuple[str, Path]:

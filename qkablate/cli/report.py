@@ -29,6 +29,7 @@ Examples
   qkablate report quick -o quick.md      its text and tables
   qkablate report one_head               a claim, with its verdict
   qkablate report outputs/runs/standard-*   these runs, paired where possible
+  qkablate report docs/study/results     published runs, a section each claim
   qkablate report quick --margin 0.01    and which arms are not worse by 0.01
 
 The page is self-contained, its charts included: it opens from disk and needs no
@@ -108,6 +109,10 @@ def _choose_target(option: str | None, form: str, sources: list[Source]) -> Path
             raise UserError(f"-o: '{target}' is a folder; give a file")
         return Path(target)
     first, *others = [folder for _, folders in sources for folder in folders]
+    from qkablate.analysis.publication.unpack import archive_cache
+
+    if first.absolute().is_relative_to(archive_cache().absolute()):
+        return Path(f"report.{form}")  # of published runs: here, not in the user's cache
     return (first.absolute().parent.parent if others else first) / f"report.{form}"
 
 

@@ -5,11 +5,12 @@ import dataclasses
 import math
 import shlex
 import sys
+from argparse import Namespace
 from contextlib import suppress
 from typing import TYPE_CHECKING
 
 from qkablate.cli.arguments import Parser, margin, one_of, out_words, take_out
-from qkablate.cli.names import find_sources
+from qkablate.cli.names import Source, find_sources
 from qkablate.errors import UserError, sanitize
 from qkablate.table import (
     print_heading,
@@ -39,6 +40,7 @@ possible.
 Examples
   qkablate results                       the newest sweep
   qkablate results outputs/runs/*        runs without a sweep
+  qkablate results docs/study/results    published runs, of each claim
   qkablate results quick --all           and all details: ranks, rates, curves,
                                          distances, fronts
   qkablate results quick --margin 0.01   and which arms are not worse by 0.01
@@ -107,13 +109,20 @@ def main(argv: list[str]) -> int:
         raise UserError("--scaling: --all, --times and the other formats show it already")
     words, out = take_out(args.words)
     sources = find_sources(words, out, ("sweep", "run"))
-    if len(sources) > 1:
+    are_archives = len(words) == 1  # one word that is several sweeps
+    if len(sources) > 1 and not (are_archives and form in ("table", "md")):
         raise UserError(
             "results shows one sweep, or some runs, at a time:"
             f" {shlex.join(['qkablate', 'report', *words, *out_words(out)])}"
         )
-    ((kind, folders),) = sources
+    return max(_show(args, form, source, words, out, len(sources) > 1) for source in sources)
 
+
+def _show(
+    args: Namespace, form: str, source: Source, words: list[str], out: str, is_one_of_several: bool
+) -> int:
+    """Print the comparisons of one sweep, or of some runs."""
+    kind, folders = source
     from qkablate.analysis.comparison.ranking import read_times
     from qkablate.analysis.next_sweep import propose_next_sweep
     from qkablate.analysis.study.standalone_runs import read_standalone_runs
@@ -148,6 +157,8 @@ def main(argv: list[str]) -> int:
             more = [["results", *named, "--all"], ["report", *named]]
             print_next_commands(*study.resume_commands, *more)
         else:
+            if is_one_of_several:
+                print_heading(sanitize(f"\n{study.name}\n"))
             show_all = args.all or bool(args.times)  # times are asked for their front
             print_tables(make_tables(summary) if show_all else make_verdict_tables(summary))
             for line in study.unread:

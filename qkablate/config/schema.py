@@ -136,9 +136,13 @@ class AttentionConfig:
 
     kernel: str = key(
         "auto",
-        "math, flash, efficient (CUDA), folded, blocked; auto: the cheapest exact one",
+        "math, flash, folded, blocked, on CUDA also cudnn, efficient, wide; auto: the cheapest"
+        " exact one; portable: of those on every GPU",
         Role.CONTENT | Role.PAIR_FREE | Role.FINETUNE,
-        choices=("auto", "math", "flash", "efficient", "folded", "blocked"),
+        choices=(
+            *("auto", "portable", "math", "flash", "cudnn", "efficient"),
+            *("folded", "blocked", "wide"),
+        ),
     )
 
 
@@ -177,6 +181,14 @@ class TrainConfig:
     )
     checkpoint_every: int = key(
         250, "steps between checkpoints; a kill -9 costs no more", LOCAL, bounds=(1, BIG)
+    )
+    vmap: int | str = key(
+        1,
+        "runs of a sweep that train as one program, with torch.func.vmap; 1: each alone; auto: many"
+        " where that is faster",
+        Role.CONTENT | Role.ARM,
+        bounds=(1, 4096),
+        choices=("auto",),
     )
     evaluate_test: bool = key(  # part of the identity where it is false
         True, "false: a tuning run, which never reads the test split", Role.IDENTITY | Role.FINETUNE

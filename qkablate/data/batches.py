@@ -30,11 +30,17 @@ class Batch(NamedTuple):
     slices: dict[str, np.ndarray] | None = None  # by name, the slice that each target counts in
     guessed_NA: np.ndarray | None = None  # targets that nothing determines; None: none
     weight: float = 1.0  # of its mean loss in that of a step
+    windows_NW: "Tensor | None" = None  # inputs and targets in one, if they overlap: W = T + 1
 
     @property
     def tokens_NT(self) -> "Tensor":  # noqa: N802 - shape suffix
         """Tokens of the sequence whose positions the targets belong to."""
         return self.inputs[-1]
+
+
+def predict_windows(windows_NW: "Tensor") -> Batch:
+    """Return the batch that predicts each token of a window from those before it."""
+    return Batch((windows_NW[:, :-1],), windows_NW[:, 1:], windows_NW=windows_NW)
 
 
 def weigh(batches: Sequence[Batch]) -> list[Batch]:
@@ -59,14 +65,14 @@ class RandomWindows:
         generator = named_generator(self.seed, "batch", step)
         starts_N = generator.integers(len(self._windows), size=count)
         windows_NW = _to_tensor(self._windows[starts_N])
-        return [Batch((part[:, :-1],), part[:, 1:]) for part in windows_NW.split(self.batch_size)]
+        return [predict_windows(part_NW) for part_NW in windows_NW.split(self.batch_size)]
 
 
 def spread_windows(tokens: np.ndarray, *, count: int, context: int) -> Batch:
     """Return `count` whole windows, or as many as there are, spread evenly over the tokens."""
     windows_NW = sliding_window_view(tokens, context + 1)[::context]
     chosen_NW = _to_tensor(windows_NW[evenly_spaced(count, len(windows_NW))])
-    return Batch((chosen_NW[:, :-1],), chosen_NW[:, 1:])
+    return predict_windows(chosen_NW)
 
 
 def evenly_spaced(count: int, below: int) -> np.ndarray:

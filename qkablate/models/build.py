@@ -2,7 +2,7 @@
 
 from typing import Unpack
 
-from qkablate.attention.kernels.dispatch import KernelOptions
+from qkablate.attention.kernels.choice import KernelOptions
 from qkablate.config import ModelConfig, VariantConfig
 from qkablate.models.base import Model
 from qkablate.models.encoder_decoder import EncoderDecoder

@@ -18,7 +18,7 @@ from typing import Unpack
 import torch
 
 from qkablate.attention import OV, OV_CIRCUITS, QK, QK_CIRCUITS, Attention, Spec
-from qkablate.attention.kernels.dispatch import KernelOptions
+from qkablate.attention.kernels.choice import KernelOptions
 from qkablate.attention.spec import UnsupportedCombination
 from qkablate.config import Config, ModelConfig, VariantConfig, resolve_variant
 from qkablate.config.variant import describe_unused, stream_width, variant_sites

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from qkablate.attention import Cache
-from qkablate.attention.kernels.dispatch import KernelOptions
+from qkablate.attention.kernels.choice import KernelOptions
 from qkablate.attention.kernels.matmul import Linear, linear
 from qkablate.config import ModelConfig, VariantConfig
 from qkablate.config.variant import stream_width

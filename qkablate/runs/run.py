@@ -43,6 +43,7 @@ from qkablate.runs.listing import describe_runs
 from qkablate.runs.records import read_result
 
 NUMERICS = 6  # raised whenever losses may move by a bit: old and new never share a run
+CUDA_NUMERICS = 2  # the same for GPUs alone; runs of a CPU do not have it in their identity
 PROJECTION = 2  # the same for the initial weights of runs that begin from a trained one
 _PACKAGES = ("qkablate", "torch", "numpy", "hydra-core", "omegaconf", "safetensors", "wandb")
 # Files of an attempt. The result is moved first: from then on the run counts as unfinished.
@@ -108,12 +109,16 @@ def identity(
         del frozen["train"]["test_tokens"]  # none of the test split is read, or all
     if config.train.grad_accum > 1 and not is_causal_text(config.data):
         frozen["micro_batches"] = "by answers"  # earlier runs gave each the same weight
+    if config.train.vmap != 1:  # on a GPU kernels may depend on how many runs there are
+        frozen["vmap"] = "yes" if device == "cpu" else config.train.vmap
     if config.init_from.run is None:
         del frozen["init_from"]
     else:
         frozen["init_from"]["projection"] = PROJECTION
     frozen |= {"circuits_from_outside": dict(circuits_from_outside)}
     frozen |= {"device": device, "kernel": kernel, "numerics": NUMERICS}
+    if device != "cpu":
+        frozen["cuda_numerics"] = CUDA_NUMERICS
     return frozen | {"data_fingerprint": data_fingerprint, "vocabulary": vocabulary}
 
 

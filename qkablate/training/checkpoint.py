@@ -72,8 +72,12 @@ def save(
     *,
     keep: int | None = KEEP,
     others: Mapping[str, bytes] = MappingProxyType({}),
+    verify: Callable[[], None] = lambda: None,
 ) -> Path:
-    """Write a checkpoint with some other files atomically, then delete all but the newest."""
+    """Write a checkpoint with some other files atomically, then delete all but the newest.
+
+    `verify` raises if the folder is another process's by now: then nothing gets a name.
+    """
     make_folder(folder)
     final = folder / f"step-{checkpoint.progress.step:08d}"
     temporary = folder / f".{final.name}.tmp"
@@ -91,6 +95,7 @@ def save(
     for name in (*_FILES, *others, "SHA256SUMS"):
         _sync_file(temporary / name)
     sync_folder(temporary)
+    verify()
     shutil.rmtree(final, ignore_errors=True)  # a damaged one of the same step
     temporary.rename(final)
     sync_folder(folder)

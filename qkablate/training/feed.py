@@ -6,6 +6,7 @@ from torch import Tensor
 
 from qkablate.config import Config
 from qkablate.data import Batch, Data
+from qkablate.data.batches import predict_windows
 
 
 class Feed:
@@ -43,14 +44,20 @@ def batch_reader(config: Config, data: Data) -> Callable[[int], Sequence[Batch]]
 
 
 def on_device(batch: Batch, device: str) -> Batch:
-    """Return the batch on a device; copies to CUDA are asynchronous, from pinned memory."""
+    """Return the batch on a device; copies to CUDA are asynchronous.
+
+    The host waits for a copy of what is not pinned, or not contiguous: windows are cut there.
+    """
     if device == "cpu":
         return batch
     pin = device.startswith("cuda")
 
     def move(tensor: Tensor) -> Tensor:
-        return (tensor.pin_memory() if pin else tensor).to(device, non_blocking=pin)
+        return (tensor.contiguous().pin_memory() if pin else tensor).to(device, non_blocking=pin)
 
+    if batch.windows_NW is not None:
+        moved = predict_windows(move(batch.windows_NW))
+        return batch._replace(**moved._asdict() | {"weight": batch.weight})
     positions_NA = batch.positions_NA
     return batch._replace(
         inputs=tuple(map(move, batch.inputs)),

@@ -17,6 +17,7 @@ from typing import Any
 import torch
 
 from qkablate.attention.kernels import matmul
+from qkablate.attention.kernels.choice import Gpu
 from qkablate.config import Config
 from qkablate.errors import ImpossibleConfig, UserError
 
@@ -36,9 +37,15 @@ def resolve(config: Config, *, remote: bool = False) -> Config:
                     f"{key}: auto depends on the GPU, and this machine has none; give {allowed}"
                 )
         device, compiled, threads = config.device, config.compile, 1
+        if config.attention.kernel == "auto":  # otherwise the GPU would choose another one
+            config = dataclasses.replace(
+                config, attention=dataclasses.replace(config.attention, kernel="portable")
+            )
     else:
         device = _resolve_device(config.device)
-        compiled, threads = _resolve_compile(config.compile, device), torch.get_num_threads()
+        # A vmapped program is not compiled: `auto` means that it may be vmapped.
+        requested = False if config.train.vmap != 1 and config.compile == "auto" else config.compile
+        compiled, threads = _resolve_compile(requested, device), torch.get_num_threads()
     precision = _resolve_precision(config.precision, device)
     return dataclasses.replace(
         config,
@@ -146,15 +153,16 @@ def _cpu_capabilities() -> Mapping[str, Any]:
     return torch.cpu.get_capabilities() if hasattr(torch.cpu, "get_capabilities") else {}
 
 
-def has_half_precision_flash(config: Config) -> bool:
-    """Return whether matmuls are 16 bits wide on a device whose flash kernel supports that."""
-    if config.precision == "fp32":
-        return False
-    if not config.device.startswith("cuda"):
-        return True
-    if not torch.cuda.is_available():  # a remote GPU; those with bf16 support it
-        return config.precision == "bf16"
-    return torch.cuda.get_device_capability(config.device)[0] >= 8
+def find_gpu(config: Config) -> Gpu | None:
+    """Return the properties of the config's GPU; None without one, or if it is a remote one."""
+    if not (config.device.startswith("cuda") and torch.cuda.is_available()):
+        return None
+    return Gpu(
+        capability=torch.cuda.get_device_capability(config.device),
+        # Its backward pass has no deterministic algorithm.
+        cudnn=torch.backends.cudnn.is_available() and not config.deterministic,
+        triton=importlib.util.find_spec("triton") is not None,
+    )
 
 
 def configure_process(config: Config) -> None:
@@ -216,10 +224,10 @@ def measure_peak_flops(config: Config, size: int | None = None) -> float:
     if size is None:  # 1,024 with one thread would cost a short run 0.1 s
         size = 512 if config.device == "cpu" and config.threads in (1, 2) else 1024
         size = 8192 if config.device.startswith("cuda") else size
-    a, b = (
-        torch.ones(size, size, dtype=DTYPES[config.precision], device=config.device)
-        for _ in range(2)
-    )
+    # Not ones: a GPU is faster where bits do not change.
+    generator = torch.Generator().manual_seed(0)
+    draws = (torch.randn(size, generator=generator).to(config.device) for _ in range(4))
+    a, b = (torch.outer(next(draws), next(draws)).to(DTYPES[config.precision]) for _ in range(2))
     seconds = min(time_action(lambda: matmul.linear(a, b), config.device) for _ in range(5))
     return 2 * size**3 / seconds
 
@@ -268,6 +276,13 @@ def peak_memory(device: str) -> int:
         return torch.cuda.max_memory_allocated(device)
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     return peak if sys.platform == "darwin" else 1024 * peak
+
+
+def reset_peak_memory(device: str) -> None:
+    """Start to measure the peak memory anew where that is possible: on a GPU."""
+    if device.startswith("cuda"):
+        torch.cuda.empty_cache()
+        torch.cuda.reset_peak_memory_stats(device)
 
 
 def describe_device(config: Config) -> dict[str, Any]:

@@ -61,6 +61,7 @@ class Trainer:
         write: Callable[..., None] = lambda *_: None,  # calls a function with the run's folder
         began: float | None = None,
         ranks: Ranks = SINGLE_PROCESS,
+        make_step: Callable[..., TrainStep] = TrainStep,
     ) -> None:
         self.plan, self.config, self.model, self.ranks = plan, plan.config, model, ranks
         self.sinks, self.stop, self.write = list(sinks), stop, write
@@ -69,12 +70,12 @@ class Trainer:
         self.record_predictions = PredictionRecorder(plan, write)
         self.progress = TrainProgress() if resumed is None else resumed.progress
         self._saved = -1 if resumed is None else resumed.progress.step
-        self.train_step = TrainStep(plan, model, resumed, ranks)
+        self.train_step = make_step(plan, model, resumed, ranks)
         self.throughput = Throughput(plan, ranks.count)
         self._began = time.perf_counter() if began is None else began
 
-    def fit(self) -> None:
-        """Train to the last step; raise Interrupted or Diverged."""
+    def fit(self) -> Iterator[int]:
+        """Train to the last step, yielding the number of each; raise Interrupted or Diverged."""
         train, progress = self.config.train, self.progress
         # A rank that has only a shard of the weights cannot measure them.
         sharded = self.ranks.has_sharded_weights(self.config)
@@ -105,6 +106,7 @@ class Trainer:
             if last:
                 return
             self._check_stop()
+            yield step
             norm = self._step(step)
             progress.step += 1
             if progress.step % self.config.tracking.log_every == 0 or progress.step == train.steps:
@@ -117,15 +119,19 @@ class Trainer:
         return norm
 
     def _log_training(self, norm: torch.Tensor) -> None:
-        self._check_finite()
         progress, step = self.progress, self.train_step
-        loss = sum(self.ranks.all_gather(float(step.loss_sum))) / progress.loss_count
+        norm = self.ranks.unshard(norm).to(step.loss_sum)
+        # One wait for the device: a sum that is finite has had finite terms only.
+        loss_sum, grad_norm = torch.stack([step.loss_sum, norm]).cpu().tolist()
+        loss = sum(self.ranks.all_gather(loss_sum)) / progress.loss_count
+        if not math.isfinite(loss):
+            self._check_finite()
         step.loss_sum.zero_()
         progress.loss_count = 0
         row = {
             "train/loss": loss,
             "train/lr": step.optimizer.param_groups[0]["lr"],
-            "train/grad_norm": float(self.ranks.unshard(norm)),
+            "train/grad_norm": grad_norm,
             **self.throughput.row(),
         }
         if speed := row.get("perf/tokens_per_second"):
@@ -219,6 +225,7 @@ class Throughput:
     def __init__(self, plan: RunPlan, processes: int) -> None:
         self._plan, self._device = plan, plan.config.device
         self._peak = hardware.measure_peak_flops(plan.config) * processes
+        hardware.reset_peak_memory(plan.config.device)  # of the measurement
         self._warm_up = WARM_UP
         self.restart()
 

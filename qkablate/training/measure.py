@@ -19,7 +19,7 @@ from qkablate.errors import UserError
 from qkablate.models.base import Model
 from qkablate.training import hardware
 from qkablate.training.optimizer import make_optimizer
-from qkablate.training.recorders.evaluation import EVAL_LOGITS, EVAL_TOKENS
+from qkablate.training.recorders.evaluation import EVAL_LOGITS, eval_tokens
 from qkablate.training.resolve import build_empty_model
 
 WARM_UP = 2
@@ -116,7 +116,7 @@ def make_training_step(
 def evaluate_once(config: Config, model: Model, vocabulary: int) -> None:
     """Evaluate one batch and the circuits, as a run does: that may take more memory than a step."""
     context = config.model.context
-    limit = min(EVAL_TOKENS[config.device.partition(":")[0]], EVAL_LOGITS // vocabulary)
+    limit = min(eval_tokens(config), EVAL_LOGITS // vocabulary)
     *inputs, targets_NT = random_batch(model, max(1, limit // context), config.device)
     if config.data.source in TEXT_SOURCES:  # a task has few answers: fewer than the step's targets
         with hardware.autocast(config):

@@ -24,6 +24,7 @@ from qkablate.runs import predictions
 from qkablate.runs.run import Run, free_bytes, identity, label, run_id
 from qkablate.tracking.wandb.mode import resolve_mode
 from qkablate.training import checkpoint, hardware
+from qkablate.training.vmapped.support import find_obstacle, resolve_vmap
 from qkablate.training.warm_start.start import check_parent, resolve_parent
 
 
@@ -39,6 +40,7 @@ class RunPlan:
     kernels: dict[str, str]  # by site
     params: dict[str, int]
     flops_per_token: float  # of training: forward and backward
+    notes: tuple[str, ...] = ()  # on what was asked for and is not done
 
     @property
     def lr_multipliers(self) -> dict[str, dict[str, float]]:
@@ -55,10 +57,7 @@ class RunPlan:
     @property
     def loss_blocks(self) -> int:
         """Return the number of blocks in which the logits of a batch are computed."""
-        answers = (
-            self.config.train.batch_size * self.config.model.context * self.data.answer_fraction
-        )
-        return math.ceil(round(answers) / blocked_loss.rows_per_block(self.data.vocabulary))
+        return count_loss_blocks(self.config, self.data)
 
     def build(self) -> Model:
         """Build the model without values."""
@@ -91,7 +90,7 @@ def plan_run(
     if parent is not None:
         check_parent(parent, config, model, data.fingerprint)
     attention = model.variant_layer().module
-    config = resolve_lr(config, attention)
+    config, notes = _resolve_vmap(resolve_lr(config, attention), model, data)
     frozen = identity(
         config,
         data_fingerprint=data.fingerprint,
@@ -111,7 +110,29 @@ def plan_run(
         flops_per_token=training_flops_per_token(
             model, config.train.batch_size * config.model.context, data.answer_fraction
         ),
+        notes=notes,
     )
+
+
+def _resolve_vmap(config: Config, model: Model, data: Data) -> tuple[Config, tuple[str, ...]]:
+    """Return the config with train.vmap as a number, and a note if the run cannot be vmapped.
+
+    On a CPU the runs of programs of all sizes are the same, so that one number stands for all.
+    """
+    requested = config.train.vmap
+    if requested == 1:
+        return config, ()
+    obstacle = find_obstacle(config, model, count_loss_blocks(config, data))
+    config = resolve_vmap(config, obstacle)
+    if config.train.vmap != 1 and config.device == "cpu":
+        config = replace(config, train=replace(config.train, vmap=2))
+    return config, (f"{label(config)} is not vmapped: {obstacle}",) if obstacle else ()
+
+
+def count_loss_blocks(config: Config, data: Data) -> int:
+    """Return the number of blocks in which the logits of a batch are computed."""
+    answers = config.train.batch_size * config.model.context * data.answer_fraction
+    return math.ceil(round(answers) / blocked_loss.rows_per_block(data.vocabulary))
 
 
 def resolve_lr(config: Config, attention: Attention) -> Config:
@@ -133,7 +154,8 @@ def build_empty_model(config: Config, vocabulary: int) -> Model:
             config.variant,
             vocabulary,
             device=config.device.partition(":")[0],
-            half=hardware.has_half_precision_flash(config),
+            precision=config.precision,
+            gpu=hardware.find_gpu(config),
             kernel=config.attention.kernel,
             padding=config.data.source in PADDED_SOURCES,
         )

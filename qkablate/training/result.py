@@ -117,6 +117,7 @@ def make_base_result(plan: RunPlan, packed: int, processes: int = 1) -> dict[str
         "kernel": _format_sites(plan.kernels),
         "loss_blocks": plan.loss_blocks,
         "compile": config.compile,
+        "vmap": config.train.vmap != 1,  # trained with other runs as one program
         "threads": config.threads,
         "processes": processes,
         "data_fingerprint": plan.data.fingerprint,

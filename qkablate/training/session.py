@@ -4,9 +4,10 @@ import dataclasses
 import math
 import statistics
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Generator
 from contextlib import ExitStack
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 from qkablate.config.variant import layer_names
@@ -24,9 +25,11 @@ from qkablate.training.distributed.broadcast import broadcast
 from qkablate.training.distributed.ranks import SINGLE_PROCESS, Ranks
 from qkablate.training.loop import Diverged, Interrupted, Trainer
 from qkablate.training.recorders.branches import write_branch
+from qkablate.training.recorders.checkpoint_writer import CheckpointWriter
 from qkablate.training.recorders.examples import make_example_tables
 from qkablate.training.resolve import RunPlan, plan_run
 from qkablate.training.signals import Signals, Stopped
+from qkablate.training.step import TrainStep
 from qkablate.training.warm_start.branch import start_from_branch
 from qkablate.training.warm_start.start import load_or_project
 
@@ -38,6 +41,7 @@ class _RunWriter:
     lease: Lease
     plan: RunPlan
     metrics: MetricsFile
+    checkpoints: CheckpointWriter
 
     @property
     def run(self) -> Run:
@@ -49,7 +53,7 @@ class _RunWriter:
     def save(self, state: checkpoint.Checkpoint) -> None:
         self.lease.verify()
         state.progress.metrics_end = self.metrics.sync()
-        checkpoint.save(self.run.checkpoints, state)
+        self.checkpoints.save(state)
 
     def branch(self, state: checkpoint.Checkpoint) -> None:
         self.lease.verify()
@@ -68,6 +72,11 @@ class Outcome:
     result: dict[str, Any]
     trained: bool  # now, not in an earlier session
     signal: int = 0  # arrived too late to stop this run
+
+
+# A session as a generator: it yields the number of each step before computing it, and returns the
+# content of result.json. So several can be advanced together: see vmapped/program.py.
+Session = Generator[int, None, dict[str, Any]]
 
 
 def train_run(
@@ -90,13 +99,27 @@ def train_run(
     with plan.run.hold_lease(observer) as lease:
         if rerun:
             plan.run.restart()
-        existing = plan.run.result
-        if existing is not None and (existing["status"] != "failed" or not retry):
+        if existing := find_result(plan.run, retry=retry):
             return Outcome(existing, trained=False)
         signals = Signals()
         with signals.listen(), hardware.preserve_process_state():
-            trained = _train_session(plan, signals, lease, packed, ranks, branching)
-            return Outcome(trained, trained=True, signal=signals.received)
+            session = train_session(plan, signals, lease, packed, ranks, branching)
+            return Outcome(_run(session), trained=True, signal=signals.received)
+
+
+def find_result(run: Run, *, retry: bool) -> dict[str, Any] | None:
+    """Return the result of a run that need not be trained."""
+    existing = run.result
+    return existing if existing and (existing["status"] != "failed" or not retry) else None
+
+
+def _run(session: Session) -> dict[str, Any]:
+    """Run a session to its end; return the result."""
+    while True:
+        try:
+            next(session)
+        except StopIteration as end:
+            return dict(end.value)
 
 
 def _measure_cost(plan: RunPlan, trainer: Trainer | None, began: float = 0.0) -> dict[str, Any]:
@@ -106,18 +129,25 @@ def _measure_cost(plan: RunPlan, trainer: Trainer | None, began: float = 0.0) ->
     return {"seconds": round(seconds, 3), "peak_memory_bytes": peak}
 
 
-def _train_session(
+def train_session(
     plan: RunPlan,
     signals: Signals,
     lease: Lease,
     packed: int,
     ranks: Ranks,
     branching: Branching,
-) -> dict[str, Any]:
-    """Train until the run ends; write and return its result."""
+    *,
+    make_step: Callable[..., TrainStep] = TrainStep,
+    is_recoverable: Callable[[Exception], bool] = lambda _: False,
+) -> Session:
+    """Train until the run ends; write and return its result.
+
+    Of an error that `is_recoverable`, the caller tries again: it is no result of the run.
+    """
     began = time.perf_counter()
     run = plan.run
     plan, notes = environment.restore_environment(plan, ranks.count)
+    notes += plan.notes
     # Raises UserError before anything is written.
     start = None if checkpoint.find_checkpoints(run.checkpoints) else _load_start(plan)
     environment.write(plan, ranks.count)
@@ -152,7 +182,9 @@ def _train_session(
             if branched and wandb_run.is_on:
                 for line in read_file(run.metrics).splitlines():
                     wandb_run.log(decode_row(line))
-            writer = _RunWriter(lease, plan, metrics)
+            write = partial(checkpoint.save, run.checkpoints, verify=lease.verify)
+            checkpoints = CheckpointWriter(plan.config.device, write)
+            writer = _RunWriter(lease, plan, metrics, checkpoints)
 
             def stop() -> bool:
                 lease.check()
@@ -171,8 +203,10 @@ def _train_session(
                 write=writer.write,
                 began=began,
                 ranks=ranks,
+                make_step=make_step,
             )
-            content |= _train(plan, trainer)
+            with checkpoints:
+                content |= yield from _train(plan, trainer)
             content |= _measure_cost(plan, trainer)  # before the examples, which are no training
             is_whole = not ranks.has_sharded_weights(plan.config)
             if wandb_run.is_on and content["status"] == "done" and is_whole:
@@ -185,7 +219,7 @@ def _train_session(
         except LeaseLost:
             raise
         except Exception as error:
-            if ranks.is_peer_failure(error):
+            if ranks.is_peer_failure(error) or is_recoverable(error):
                 raise
             lease.verify()  # without the lease, a failure is no result of the run
             content |= result.make_failure(run, error)
@@ -260,7 +294,7 @@ def follow(ranks: Ranks) -> int:
                 stop=lambda: ranks.agree_to_stop(signals),
                 ranks=ranks,
             )
-            return EXIT_CODES[_train(plan, trainer)["status"]]
+            return EXIT_CODES[_run(_train(plan, trainer))["status"]]
         except Interrupted:
             raise Stopped(signals.received) from None
 
@@ -276,11 +310,11 @@ def _broadcast(
     return parts and checkpoint.Checkpoint(*parts)
 
 
-def _train(plan: RunPlan, trainer: Trainer) -> dict[str, Any]:
+def _train(plan: RunPlan, trainer: Trainer) -> Session:
     """Train, then evaluate every split; return the outcome for result.json."""
     progress = trainer.progress
     try:
-        trainer.fit()
+        yield from trainer.fit()
         # As many tokens of the training split as validation has, to measure the generalization gap.
         train, val = trainer.evaluate("train"), progress.val
         test = trainer.evaluate("test") if plan.config.train.evaluate_test else {}

@@ -16,7 +16,7 @@ from qkablate.training.feed import Feed, batch_reader
 from qkablate.training.optimizer import learning_rate, make_optimizer
 from qkablate.training.resolve import RunPlan
 
-_NEVER = 2**62  # later than any step
+NEVER = 2**62  # later than any step
 
 
 class TrainStep:
@@ -47,25 +47,27 @@ class TrainStep:
         self.training_loss = ranks.data_parallel(model, self.loss)
         batches = batch_reader(config, plan.data)
         self.feed = Feed(lambda step: ranks.shard(weigh(batches(step))), self.device)
+        # Only dropout draws, and circuits of the user may; seeding takes time.
+        outside = plan.identity["circuits_from_outside"]
+        self._draws_random_numbers = bool(config.model.dropout or outside)
         # Kept on the device, so that steps need not wait for each other.
         progress = TrainProgress() if resumed is None else resumed.progress
         self.loss_sum = torch.tensor(
             progress.initial_loss_sum(ranks.rank, ranks.count), device=self.device
         )
-        self._first_nonfinite = torch.tensor(_NEVER, device=self.device)
+        self.nonfinite = torch.tensor(NEVER, device=self.device)
 
     def __call__(self, step: int) -> Tensor:
         """Update the weights; return the gradient norm before clipping."""
-        rate = learning_rate(self.config.optim, step, int(self.config.train.steps))
-        for group in self.optimizer.param_groups:
-            group["lr"] = rate * group["lr_multiplier"]
+        self._set_learning_rate(step)
         grad_accum = self.config.train.grad_accum
         micro_steps = self.ranks.shard(range(grad_accum))
         for micro, batch in zip(micro_steps, self.feed.take(step), strict=True):
-            # After the parent's last step, if the run begins from a trained one.
-            position = (self.config.init_from.step or 0) + step
-            seed = derive_key(self.config.seeds.dropout, "dropout", position, micro, 0)
-            hardware.seed_generators(self.device, seed)
+            if self._draws_random_numbers:
+                # After the parent's last step, if the run begins from a trained one.
+                position = (self.config.init_from.step or 0) + step
+                seed = derive_key(self.config.seeds.dropout, "dropout", position, micro, 0)
+                hardware.seed_generators(self.device, seed)
             with self.ranks.sync_gradients(self.training_loss, enabled=micro == micro_steps[-1]):
                 with hardware.autocast(self.config):
                     loss = self.training_loss(*batch.inputs, batch.targets_NA, batch.positions_NA)
@@ -78,9 +80,14 @@ class TrainStep:
         self.scaler.step(self.optimizer)
         self.scaler.update()
         self.optimizer.zero_grad(set_to_none=True)
-        nonfinite = torch.where(torch.isfinite(self.loss_sum), _NEVER, step + 1)
-        self._first_nonfinite = torch.minimum(self._first_nonfinite, nonfinite)
+        nonfinite = torch.where(torch.isfinite(self.loss_sum), NEVER, step + 1)
+        self.nonfinite = torch.minimum(self.nonfinite, nonfinite)
         return norm
+
+    def _set_learning_rate(self, step: int) -> None:
+        rate = learning_rate(self.config.optim, step, int(self.config.train.steps))
+        for group in self.optimizer.param_groups:
+            group["lr"] = rate * group["lr_multiplier"]
 
     def fix_bucket_order(self, step: int) -> None:
         """Run one pass before all others, which determines DDP's order of buckets.
@@ -95,8 +102,8 @@ class TrainStep:
 
     def first_nonfinite(self) -> int | None:
         """Return the first step with a loss that is not finite, on any rank."""
-        first = -self.ranks.all_max(-int(self._first_nonfinite))
-        return first if first < _NEVER else None
+        first = -self.ranks.all_max(-int(self.nonfinite))
+        return first if first < NEVER else None
 
     def checkpoint(self, progress: TrainProgress) -> Checkpoint:
         """Return the full state of training, with all tensors on the first rank."""

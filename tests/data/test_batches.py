@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 import torch
 
-from qkablate.data.batches import IGNORE, RandomWindows, sequential_batches
+from qkablate.data.batches import IGNORE, RandomWindows, sequential_batches, spread_windows
 
 
 def test_windows_depend_on_seed_and_step_alone():
@@ -75,3 +75,15 @@ def test_a_reading_without_a_limit_predicts_every_token_once(limit):
     batches = sequential_batches(np.arange(97), batch_size=3, context=10, limit=limit)
     targets = torch.cat([batch.targets_NA.flatten() for batch in batches])
     assert targets[targets != IGNORE].tolist() == [*range(1, 97)]
+
+
+def test_inputs_and_targets_are_views_of_their_windows():
+    """So that one copy brings both to a GPU."""
+    reader = RandomWindows(np.arange(100, dtype=np.uint16), 0, 3, 2, 8)
+    for batch in (*reader.step(0), spread_windows(np.arange(100), count=3, context=8)):
+        assert batch.windows_NW.shape == (3, 9)
+        assert batch.windows_NW.is_contiguous()
+        assert torch.equal(batch.tokens_NT, batch.windows_NW[:, :-1])
+        assert torch.equal(batch.targets_NA, batch.tokens_NT + 1)
+        storages = {t.untyped_storage().data_ptr() for t in (batch.tokens_NT, batch.targets_NA)}
+        assert storages == {batch.windows_NW.untyped_storage().data_ptr()}

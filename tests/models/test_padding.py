@@ -77,7 +77,7 @@ def test_model_without_padding_uses_no_mask():
 
 
 def test_kernels_support_padding_at_the_sites_that_have_it():
-    options = {"device": "cuda", "half": True}
+    options = {"device": "cuda", "precision": "bf16"}
     config = ModelConfig(form="encoder_decoder", layers=1, d_model=64, heads=4, context=8)
     variant = resolve_variant(VariantConfig(), config)
     kernels = [

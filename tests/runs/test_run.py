@@ -23,7 +23,14 @@ from qkablate.config import (
 from qkablate.runs import run as runs
 from qkablate.runs.lease import AlreadyRunning
 from qkablate.runs.records import read_json, write_json
-from qkablate.runs.run import Run, describe_environment, identity, label, run_id
+from qkablate.runs.run import (
+    CUDA_NUMERICS,
+    Run,
+    describe_environment,
+    identity,
+    label,
+    run_id,
+)
 
 
 def id_of(config=None, **other):
@@ -72,6 +79,12 @@ def test_the_id_is_stable():
     """A changed id would train everything anew: it moves only when it must (see NUMERICS)."""
     assert id_of() == "96be8fe44c22"
     assert label(Config()) == "standard-d128-h4-s0"
+
+
+def test_numerics_of_gpus_are_in_the_ids_of_their_runs_alone():
+    facts = {"data_fingerprint": "", "vocabulary": 3, "kernel": "math", "circuits_from_outside": {}}
+    of_cpu, of_gpu = (identity(Config(), device=device, **facts) for device in ("cpu", "cuda"))
+    assert of_gpu == of_cpu | {"device": "cuda", "cuda_numerics": CUDA_NUMERICS}
 
 
 @pytest.mark.parametrize(

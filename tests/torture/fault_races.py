@@ -89,13 +89,13 @@ def _launch(words: list[str], trained: Path) -> int:
     from qkablate.training import session
 
     def recorded_session(
-        plan: Any, *args: Any, original: Callable[..., Any] = session._train_session
+        plan: Any, *args: Any, original: Callable[..., Any] = session.train_session
     ) -> Any:
         with trained.open("a") as file:
             file.write(f"{plan.run.id}\n")
         return original(plan, *args)
 
-    session._train_session = recorded_session
+    session.train_session = recorded_session
     fork_context = multiprocessing.get_context("fork")
     multiprocessing.get_context = lambda _: fork_context  # type: ignore[method-assign, assignment]
     return _command("sweep", *words)

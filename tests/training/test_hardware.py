@@ -5,10 +5,12 @@ import subprocess
 import sys
 
 import pytest
+import torch
 
+from qkablate.attention.kernels import matmul
 from qkablate.config import Config
 from qkablate.errors import UserError
-from qkablate.training.hardware import resolve
+from qkablate.training.hardware import measure_peak_flops, resolve
 
 INTEL = {"cpu_name": "Intel Xeon"}
 
@@ -80,3 +82,15 @@ def test_freed_memory_is_kept_for_the_next_step():
     done = subprocess.run([sys.executable, "-c", _FAULTS], capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     assert int(done.stdout) < 100
+
+
+def test_the_peak_is_measured_with_numbers_that_differ(monkeypatch):
+    """A GPU draws less power, and is faster, where it multiplies ones."""
+    operands = []
+    monkeypatch.setattr(matmul, "linear", lambda *pair: operands.extend(pair))
+    config = Config(device="cpu", precision="bf16", threads=1)
+    assert measure_peak_flops(config, 64) > 0
+    for operand in operands[:2]:
+        assert operand.shape == (64, 64)
+        assert operand.dtype == torch.bfloat16
+        assert len(operand.unique()) > 500

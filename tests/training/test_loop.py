@@ -16,6 +16,7 @@ from qkablate.config import (
     variants,
 )
 from qkablate.data.batches import RandomWindows
+from qkablate.training import hardware
 from qkablate.training.hardware import has_fast_bf16, resolve
 from qkablate.training.optimizer import learning_rate
 from tests.training.helpers import GOLDEN, golden_losses
@@ -281,3 +282,29 @@ def test_compiled_activation_checkpointing(qkablate, tiny, tmp_path):
     assert qkablate("train", *words, "out=eager", "compile=false").code == 0
     compiled, eager = (metrics(tmp_path, out)[1][-1]["val/loss"] for out in ("compiled", "eager"))
     assert compiled == pytest.approx(eager, rel=1e-5)
+
+
+@pytest.mark.parametrize("dropout", [0.0, 0.1])
+def test_generators_are_seeded_where_something_draws(qkablate, tiny, monkeypatch, dropout):
+    seeded = []
+    monkeypatch.setattr(hardware, "seed_generators", lambda device, key: seeded.append(key))
+    assert qkablate("train", *tiny, f"model.dropout={dropout}").code == 0
+    assert len({*seeded}) == len(seeded) == (12 if dropout else 0)
+
+
+def test_circuits_of_the_user_may_draw(qkablate, tiny, tmp_path, monkeypatch):
+    file = tmp_path / "noisy.py"
+    file.write_text(
+        "import torch\n"
+        "from qkablate.attention.qk.factored import SeparateQK\n"
+        "class Noisy(SeparateQK):\n"
+        "    def queries(self, x):\n"
+        "        return super().queries(x) + torch.rand(())\n"
+    )
+    words = [f"variant.file={file}", "variant.qk=noisy", "variant.name=noisy"]
+    losses = []
+    for out in ("one", "two"):
+        torch.manual_seed(len(losses))
+        assert qkablate("train", *tiny, *words, f"out={out}").code == 0
+        losses.append(drop_clocks(metrics(tmp_path, out)[0]))
+    assert losses[0] == losses[1]

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from qkablate.analysis.claims.claim import OVER_LENGTHS, Claim, Comparison, find_comparisons
 from qkablate.analysis.claims.measures import Unit
-from qkablate.analysis.claims.registry import edits_since, find_registrations
+from qkablate.analysis.claims.registry import STATISTICS, edits_since, find_registrations
 from qkablate.analysis.claims.verdict import (
     Part,
     SeedsNeeded,
@@ -322,6 +322,11 @@ def judge_looks(claim: Claim, out: str) -> list[Judgement]:
         registration = earlier[-1]  # its runs, judged by the claim as it is worded now
         reasons.append(
             "the runs are those of an earlier wording; `qkablate claim run` trains its own"
+        )
+    if registration.statistics != STATISTICS:
+        reasons.append(
+            f"registered under statistics {registration.statistics}, and judged by {STATISTICS}:"
+            " docs/study/registrations.md"
         )
     try:
         looks = reversed(registration.sweeps.values())

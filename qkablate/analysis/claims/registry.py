@@ -22,7 +22,7 @@ from qkablate.runs.records import read_json, write_json
 from qkablate.strict_json import from_json
 
 FORMAT = 2
-STATISTICS = 2  # raised with every change of the statistics that may move a verdict
+STATISTICS = 2  # raised with the rules by which claims are judged; 1: before it was recorded
 FILE = "claim.json"
 
 
@@ -34,7 +34,7 @@ class Registration:
     claim: Claim
     when: str
     earlier: frozenset[str]  # hashes of claims of its name that already had results
-    statistics: int = STATISTICS  # those of the time when it was registered
+    statistics: int = STATISTICS  # the rules when it was registered
 
     @property
     def sweeps(self) -> dict[int, Path]:
@@ -62,7 +62,8 @@ class Registration:
         if path.is_symlink() and path.resolve() != sweep.resolve():
             raise UserError(
                 f"'{path}' is {path.resolve().name}, and here it would be {sweep.name}: data,"
-                " device, precision or this program differ; another out=FOLDER keeps them apart"
+                " device, matmul, precision or this program differ; another out=FOLDER keeps them"
+                " apart"
             )
         link_atomic(path, sweep)
 
@@ -83,25 +84,27 @@ def claim_grid(claim: Claim, seeds: int) -> tuple[GridConfig, list[str]]:
     return grid, [f"control={','.join(used)}"]
 
 
-def register_claim(claim: Claim, out: str) -> Registration:
-    """Register a claim, unless it already is."""
+def register_claim(
+    claim: Claim, out: str, published: Mapping[str, Any] | None = None
+) -> Registration:
+    """Register a claim, unless it already is; `published` is how others have registered it."""
     folder = Path(out).expanduser() / "claims" / claim.folder_name
     if not (folder / FILE).exists():
         make_folder(folder)
         earlier = [r.claim.hash for r in find_registrations(out, claim.name) if _has_results(r)]
-        content = {
+        content = published or {
             "format": FORMAT,
+            "statistics": STATISTICS,
             "registered": datetime.now(UTC).isoformat(),
             "version": __version__,
-            "statistics": STATISTICS,
             "hash": claim.hash,
             "source": claim.source,
             "claim": claim.content,
             "final_seeds": claim.seeds_of("final", claim.seeds[-1]),
             "tuning_seeds": claim.seeds_of("tuning", claim.tuning_seeds),
-            "earlier": earlier,
         }
-        write_json(folder / FILE, content)
+        known = content.get("earlier") or []
+        write_json(folder / FILE, {**content, "earlier": sorted({*known, *earlier})})
     return read_registration(folder)
 
 
@@ -120,8 +123,9 @@ def read_registration(folder: Path) -> Registration:
     except (KeyError, TypeError, ValueError, AttributeError):
         raise UserError(f"'{folder / FILE}' is damaged, or was changed by hand") from None
     earlier = frozenset(map(str, content.get("earlier") or ()))
-    version = content.get("statistics", 1)
-    return Registration(folder, claim, str(content.get("registered")), earlier, version)
+    statistics = content.get("statistics")
+    statistics = statistics if type(statistics) is int else 1
+    return Registration(folder, claim, str(content.get("registered")), earlier, statistics)
 
 
 def find_registrations(out: str, name: str) -> list[Registration]:
@@ -162,12 +166,7 @@ def _leaves(value: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:
 def edits_since(claim: Claim, before: list[Registration]) -> list[str]:
     """Return the edits of a claim since it had results; with them, its verdict confirms nothing."""
     same = [other for other in before if other.claim.hash == claim.hash]
-    changed = [
-        f"registered on {other.when} under other statistics than it is judged by"
-        for other in same
-        if other.statistics != STATISTICS
-    ]
-    return changed + [
+    return [
         f"edited after the runs of {other.when}: {'; '.join(describe_changes(other.claim, claim))}"
         for other in before
         if other.claim.hash != claim.hash

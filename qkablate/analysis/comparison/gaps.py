@@ -134,6 +134,8 @@ def measure_gap(arm: Entry, baseline: Entry, floor: Entry | None = None) -> Gap:
             )
         elif run.facts["data_fingerprint"] != other.facts["data_fingerprint"]:
             unpaired.append(f"{run.seed_label}: the two were trained on different data")
+        elif bool(run.facts.get("vmap")) != bool(other.facts.get("vmap")):
+            unpaired.append(f"{run.seed_label}: only one of the two was vmapped (train.vmap)")
         elif problem := explain_unequal_tests(run.facts, other.facts):
             unpaired.append(f"{run.seed_label}: {problem}")
         else:

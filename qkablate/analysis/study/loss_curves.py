@@ -61,6 +61,9 @@ def read_rows(folder: Path) -> list[dict[str, Any]]:
 
 def read_final_train_loss(folder: Path) -> float | None:
     """Return the mean training loss of the last tenth of a run; None if it is not known."""
+    known = (read_result(folder) or {}).get("final_train_loss")  # of a published run
+    if is_number(known):
+        return float(known)
     losses: LossCurve = {}
     sign = f'"{TRAIN}"'.encode()
     for line in (read_metrics(folder) or b"").splitlines():

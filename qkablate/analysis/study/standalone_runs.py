@@ -77,6 +77,7 @@ def _read_run(folder: Path, arms: dict[str, Arm]) -> tuple[SweepRun, str]:
         # Missing in older runs.
         content.setdefault("init_from", dict(vars(InitFromConfig())))
         content["train"].setdefault("test_tokens", content["data"]["test_tokens"])
+        content["train"].setdefault("vmap", 1)
         identity = content["identity"]
         settings = {key: value for key, value in content.items() if key not in ("id", "identity")}
         key = json.dumps(_arm_settings(settings, identity), sort_keys=True, default=str)
@@ -108,7 +109,10 @@ def _arm_settings(settings: dict[str, Any], identity: dict[str, Any]) -> dict[st
         (shared[section] if section else shared).pop(leaf, None)
     # The config does not determine the content of a file, or the numerics.
     outside = ("circuits_from_outside", "data_fingerprint", "numerics")
-    return shared | {"identity": [identity[key] for key in outside]}
+    parts = [identity[key] for key in outside]
+    if "cuda_numerics" in identity:
+        parts.append(identity["cuda_numerics"])
+    return shared | {"identity": parts}
 
 
 def _make_arm(settings: dict[str, Any], identity: dict[str, Any]) -> Arm:

@@ -37,6 +37,7 @@ Seeds = tuple[tuple[str, int], ...]  # equal for the two runs of a pair
 # Fields of result.json.
 _FACTS = ["precision", "matmul", "device", "kernel", "compile", "threads", "data_fingerprint"]
 _FACTS += ["test_tokens", "steps", "seconds", "packed", "attempt", "version", "chance", "ended"]
+_FACTS += ["vmap"]
 _FACTS += [TEXT_REFERENCES]
 
 
@@ -323,7 +324,7 @@ def group_runs(
     groups: dict[str, dict[float | None, dict[Seeds, Record]]] = {arm: {} for arm in arms}
     tuning: dict[tuple[str, Rates], dict[Seeds, Record]] = {}
     for state in states:
-        run, record = state.run, _record(state)
+        run, record = state.run, make_record(state)
         rates = arms[run.arm].rates_of(run)
         if run.tuning:
             tuning.setdefault((run.arm, rates), {})[record.seeds] = record
@@ -363,7 +364,8 @@ def known_losses(records: Mapping[Seeds, Record]) -> dict[Seeds, float | None]:
     }
 
 
-def _record(state: RunState) -> Record:
+def make_record(state: RunState) -> Record:
+    """Read a run's result and the circumstances of its training."""
     folder, run, status, reason = state.folder, state.run, state.status, state.reason
     result = read_result(folder)
     if result is None and os.path.exists(folder / "result.json"):
@@ -385,7 +387,8 @@ def read_facts(folder: Path, result: Mapping[str, Any]) -> dict[str, Any]:
     versions, machine, code = (as_dict(environment.get(part)) for part in parts)
     diff = str(code.get("diff") or "")
     commit = str(code["commit"])[:10] if code.get("commit") else None
-    edits = f"+{sha256(diff.encode())[:6]}" if diff else ""
+    edits = str(code.get("edits") or "") or (sha256(diff.encode())[:6] if diff else "")
+    edits = f"+{edits}" if edits else ""
     facts["code"] = f"{commit}{edits}" if commit else facts["version"]
     data = as_dict(result.get("data"))
     facts |= {key: data.get(key) for key in ("source", "objective")}

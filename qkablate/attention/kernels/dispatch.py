@@ -1,21 +1,22 @@
 """Softmax attention by the fastest exact kernel for the shapes.
 
-The kernel is chosen once from the shapes and then forced: there is no silent fallback to a kernel
-with different rounding. Its name is recorded and is part of the id of a run.
+The kernel is chosen once (choice.py) and then forced: there is no silent fallback to a kernel with
+different rounding. Its name is recorded and is part of the id of a run.
 
 flash      torch's fused kernel; the narrower of keys and values is padded with zeros
+cudnn      the same of cuDNN, on CUDA
 efficient  torch's memory-efficient CUDA kernel; widths may differ, any float type
 math       torch's unfused reference implementation
 folded     batched matmuls with mask and scale inside the first one; heads that share a key are
            folded into the query length, so that their scores are one matmul with it
 blocked    folded in blocks of queries (blocked.py): half the FLOPs, and memory for one block
+wide       a Triton kernel for keys as wide as the stream (wide.py), with no weights in memory
 static     scores that do not depend on content: one softmax for the whole batch
 
 Shape suffixes as in qk/base.py, and R heads per key head.
 """
 
-from dataclasses import dataclass
-from typing import TypedDict
+import contextlib
 
 import torch
 from torch import Tensor
@@ -25,94 +26,20 @@ from torch.nn.functional import pad
 
 from qkablate.attention.kernels.blocked import blocked_attention, fold, matmul_dtype
 
-# Context lengths from which blocks are faster on a CPU (not measured on GPUs, where they must be
-# requested): for heads that share a wide key or value, for separate heads, for the latter in bf16.
-MIN_BLOCKED_SHARED, MIN_BLOCKED, MIN_BLOCKED_BF16 = 128, 256, 512
 _BACKENDS = {
     "flash": SDPBackend.FLASH_ATTENTION,
+    "cudnn": SDPBackend.CUDNN_ATTENTION,
     "efficient": SDPBackend.EFFICIENT_ATTENTION,
     "math": SDPBackend.MATH,
 }
-
-
-class KernelOptions(TypedDict, total=False):
-    """Options of a layer that decide its kernel; no parameter is moved or cast."""
-
-    device: str
-    half: bool  # 16-bit numbers
-    kernel: str  # auto: the fastest
-    padding: bool  # some of the keys may be padding
-
-
-@dataclass(frozen=True)
-class Shapes:
-    """Properties of a layer that decide which kernels support it and which is the fastest."""
-
-    heads: int
-    key_heads: int
-    value_heads: int
-    width: int  # of the score product
-    value_width: int
-    device: str
-    half: bool  # 16-bit matmuls, on a device whose flash kernel supports them
-    dropout: float
-    score_bias: bool = False  # something is added to the scores, or keys may be padding
-    learned_bias: bool = False  # and needs a gradient
-    context: int = 0  # maximal number of positions
-
-
-def choose_kernel(shapes: Shapes) -> str:
-    """Return the kernel for these shapes.
-
-    A wide key (or value) shared by all heads is folded, in blocks where the context is long; small
-    differences in width are padded for a fused kernel.
-    """
-    width, value_width, device = shapes.width, shapes.value_width, shapes.device
-    context = 0 if shapes.dropout else shapes.context  # blocks do not support dropout
-    if width == 0:
-        return "static"
-    if shapes.learned_bias:
-        return "folded"
-    wide_key = shapes.key_heads == 1 and width > value_width
-    wide_value = shapes.value_heads == 1 and value_width > width
-    if shapes.heads > 1 and (wide_key or wide_value):
-        return "blocked" if device == "cpu" and context >= MIN_BLOCKED_SHARED else "folded"
-    if device == "cpu":
-        if width > value_width or shapes.dropout:
-            return "blocked" if context >= MIN_BLOCKED else "folded"
-        if shapes.half and context:  # flash is slow in bf16
-            return "blocked" if context >= MIN_BLOCKED_BF16 else "folded"
-        return "flash"
-    if device == "cuda" and width % 8 == value_width % 8 == 0:
-        fits = shapes.half and width <= value_width <= 256 and not shapes.score_bias
-        return "flash" if fits else "efficient"
-    return "math"
-
-
-def unsupported_reason(kernel: str, shapes: Shapes) -> str:
-    """Return why a requested kernel does not support these shapes; empty if it does."""
-    widths = (shapes.width, shapes.value_width)
-    odd = any(width % 8 for width in widths)
-    if shapes.width == 0 and kernel in ("flash", "efficient"):
-        return f"{kernel} needs queries and keys, and this variant has none"
-    if kernel == "efficient" and shapes.device != "cuda":
-        return "efficient is a CUDA kernel"
-    if kernel == "efficient" and odd:
-        return f"efficient needs widths divisible by 8, not {widths[0]} and {widths[1]}"
-    if kernel == "blocked" and (shapes.dropout or shapes.learned_bias or shapes.width == 0):
-        what = "dropout" if shapes.dropout else "learned score biases"
-        return f"blocked does not support {what if shapes.width else 'variants without queries'}"
-    if kernel != "flash":
-        return ""
-    if shapes.device not in ("cpu", "cuda"):
-        return f"flash is not available on {shapes.device}"
-    if shapes.learned_bias:
-        return "flash does not support learned score biases"
-    if shapes.device == "cpu":
-        return "flash does not support dropout on a CPU" if shapes.dropout else ""
-    if not shapes.half or shapes.score_bias or odd or max(widths) > 256:
-        return "flash needs 16 bits, widths divisible by 8 up to 256, and no score bias"
-    return ""
+# The same by torch's flags, which take an eighth of the time of `sdpa_kernel`.
+_FLAGS = {
+    "flash": (torch._C._get_flash_sdp_enabled, torch._C._set_sdp_use_flash),
+    "cudnn": (torch._C._get_cudnn_sdp_enabled, torch._C._set_sdp_use_cudnn),
+    "efficient": (torch._C._get_mem_efficient_sdp_enabled, torch._C._set_sdp_use_mem_efficient),
+    "math": (torch._C._get_math_sdp_enabled, torch._C._set_sdp_use_math),
+}
+_ALIGNMENT = 16  # of a row of the bias, which torch's kernel for CUDA needs
 
 
 def attend(
@@ -139,11 +66,16 @@ def attend(
     if kernel == "blocked":
         assert not dropout
         return blocked_attention(q_BHTE, k_BGSE, v_BGSV, scale, causal, bias)
+    if kernel == "wide":
+        from qkablate.attention.kernels.wide import wide_attention  # needs triton
+
+        assert not dropout
+        return wide_attention(q_BHTE, k_BGSE, v_BGSV, scale, causal, bias)
     if kernel == "folded":
         return _folded(q_BHTE, k_BGSE, v_BGSV, scale, causal, bias, dropout)
     (batch, heads, queries), value_width = q_BHTE.shape[:3], v_BGSV.shape[-1]
     k_BHSE, v_BHSV = _per_head(k_BGSE, heads), _per_head(v_BGSV, heads)
-    if kernel == "flash":  # zeros change neither scores nor values
+    if kernel in ("flash", "cudnn"):  # zeros change neither scores nor values
         missing = value_width - q_BHTE.shape[-1]
         if missing > 0:
             q_BHTE, k_BHSE = pad(q_BHTE, (0, missing)), pad(k_BHSE, (0, missing))
@@ -151,13 +83,52 @@ def attend(
             v_BHSV = pad(v_BHSV, (0, -missing))
     if bias is not None:
         bias = bias + causal_mask(bias.expand(*bias.shape[:-2], queries, -1)) if causal else bias
-        bias = bias.to(q_BHTE.dtype).expand(batch, heads, queries, -1)
+        # Cast and aligned before it is expanded: torch would copy it for all heads and sequences.
+        bias = bias.to(matmul_dtype(q_BHTE))
+        bias = align_rows(bias) if kernel == "efficient" else bias
+        bias = bias.expand(batch, heads, queries, -1)
     causal = causal and bias is None
-    with sdpa_kernel(_BACKENDS[kernel]):
+    with force_backend(kernel):
         o_BHTV = F.scaled_dot_product_attention(
             q_BHTE, k_BHSE, v_BHSV, bias, dropout, is_causal=causal, scale=scale
         )
     return o_BHTV[..., :value_width]
+
+
+def force_backend(kernel: str) -> contextlib.AbstractContextManager[object]:
+    """Return a context in which torch has no other backend of scaled dot-product attention."""
+    if torch.compiler.is_compiling():  # which knows this one
+        return sdpa_kernel(_BACKENDS[kernel])
+    return _OneBackend(kernel)
+
+
+class _OneBackend:
+    """The flags of torch's backends, changed on entry and restored on exit."""
+
+    def __init__(self, kernel: str) -> None:
+        self.kernel = kernel
+
+    def __enter__(self) -> None:
+        kernel = self.kernel
+        self.changed = [
+            enable
+            for name, (is_enabled, enable) in _FLAGS.items()
+            if is_enabled() != (name == kernel)
+        ]
+        forced = _FLAGS[kernel][1]
+        for enable in self.changed:
+            enable(enable is forced)
+
+    def __exit__(self, *error: object) -> None:
+        forced = _FLAGS[self.kernel][1]
+        for enable in self.changed:
+            enable(enable is not forced)
+
+
+def align_rows(bias: Tensor) -> Tensor:
+    """Return the bias with all strides but the last divisible by 16, copied once if need be."""
+    missing = -bias.shape[-1] % _ALIGNMENT
+    return pad(bias, (0, missing))[..., : bias.shape[-1]] if missing else bias
 
 
 def _mask_keys(bias: Tensor | None, key_mask_BS: Tensor, like: Tensor) -> Tensor:
@@ -175,7 +146,8 @@ def _mask_keys(bias: Tensor | None, key_mask_BS: Tensor, like: Tensor) -> Tensor
 
 def causal_mask(like_TS: Tensor, first: int = 0) -> Tensor:
     """Return −∞ for every key after the query, as TS; the first query has position `first`."""
-    return like_TS.new_full(like_TS.shape[-2:], -torch.inf).triu_(1 + first)
+    mask_TS = torch.full(like_TS.shape[-2:], -torch.inf, dtype=like_TS.dtype, device=like_TS.device)
+    return mask_TS.triu_(1 + first)
 
 
 def _per_head(x_BGSE: Tensor, heads: int) -> Tensor:

@@ -10,7 +10,7 @@ import signal
 from collections.abc import Collection
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Protocol
+from typing import Any, Protocol
 
 from qkablate.config import Config, from_plain
 from qkablate.disk import read_file
@@ -47,6 +47,7 @@ class RunTask:
     packed: int  # runs that share the machine, including this one
     retry: bool  # train again a run that has failed before
     branching: Branching = NO_BRANCHING
+    others: tuple["RunTask", ...] = ()  # the other runs of a vmapped program
 
     def to_json(self) -> str:
         """Return the task as one line, for another machine."""
@@ -54,9 +55,13 @@ class RunTask:
 
     @classmethod
     def from_json(cls, line: str) -> "RunTask":
-        content = json.loads(line)
+        return cls._from_plain(json.loads(line))
+
+    @classmethod
+    def _from_plain(cls, content: dict[str, Any]) -> "RunTask":
         content |= {"config": from_plain(content["config"]), "folder": Path(content["folder"])}
         content["branching"] = from_json(Branching, content["branching"])
+        content["others"] = tuple(cls._from_plain(other) for other in content["others"])
         return cls(**content)
 
 

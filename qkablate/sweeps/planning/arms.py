@@ -14,7 +14,8 @@ from qkablate.runs.prefix import LENGTH_KEYS
 from qkablate.runs.run import run_id
 from qkablate.sweeps.planning.manifest import Arm
 from qkablate.training import hardware
-from qkablate.training.resolve import build_empty_model, resolve_lr
+from qkablate.training.resolve import build_empty_model, count_loss_blocks, resolve_lr
+from qkablate.training.vmapped.support import find_obstacle, resolve_vmap
 
 Overrides = dict[str, str]  # key → its value, as typed on the command line
 
@@ -50,6 +51,11 @@ class ArmResolver:
         model = build_empty_model(config, data.vocabulary)
         attention = model.variant_layer().module
         config = resolve_lr(config, attention)
+        counts = model.parameter_counts()
+        obstacle = ""
+        if config.train.vmap != 1:
+            obstacle = find_obstacle(config, model, count_loss_blocks(config, data))
+            config = resolve_vmap(config, obstacle, counts["total"])
         facts = {
             "data_fingerprint": data.fingerprint,
             "vocabulary": data.vocabulary,
@@ -57,7 +63,6 @@ class ArmResolver:
             "kernel": model.kernel,
             "circuits_from_outside": hashes,
         }
-        counts = model.parameter_counts()
         batch_tokens = config.train.batch_size * config.model.context
         return Arm(
             name="",
@@ -73,6 +78,7 @@ class ArmResolver:
             flops=training_flops_per_token(model, batch_tokens, data.answer_fraction),
             matched_lr=attention.matched_lr,
             kv_cache_numbers=sum(cached_by_site(model).values()),
+            not_vmapped=obstacle,
         )
 
     def _open_data(self, config: Config) -> Data:
@@ -97,6 +103,30 @@ def share_test_tokens(arms: Iterable[Arm]) -> list[Arm]:
     for arm in arms:
         budgets[arm.facts["data_fingerprint"]].add(int(arm.config.train.test_tokens))
     return [_with_test_tokens(arm, budgets[arm.facts["data_fingerprint"]]) for arm in arms]
+
+
+def share_vmap(arms: Iterable[Arm]) -> list[Arm]:
+    """Return the arms; those that are compared with each other are vmapped, or none of them is.
+
+    Other sizes are not affected.
+    """
+    arms = list(arms)
+    single: dict[str, list[str]] = defaultdict(list)  # by baseline
+    for arm in arms:
+        if arm.config.train.vmap == 1:
+            reason = f"{arm.name}: {arm.not_vmapped}" if arm.not_vmapped else ""
+            single[arm.baseline or arm.name].append(reason)
+    return [_without_vmap(arm, single.get(arm.baseline or arm.name)) for arm in arms]
+
+
+def _without_vmap(arm: Arm, reasons: list[str] | None) -> Arm:
+    if reasons is None or arm.overrides.get("train.vmap", "1") == "1":
+        return arm
+    train = replace(arm.config.train, vmap=1)
+    reason = arm.not_vmapped or next(filter(None, reasons), "")
+    overrides = {**arm.overrides, "train.vmap": "1"}
+    config = replace(arm.config, train=train)
+    return replace(arm, config=config, overrides=overrides, not_vmapped=reason)
 
 
 def share_length_settings(arms: Iterable[Arm]) -> list[Arm]:

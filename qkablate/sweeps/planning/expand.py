@@ -20,6 +20,7 @@ from qkablate.sweeps.planning.arms import (
     Overrides,
     share_length_settings,
     share_test_tokens,
+    share_vmap,
 )
 from qkablate.sweeps.planning.control import ControlOutOfReach, match_baseline
 from qkablate.sweeps.planning.floors import plan_floors
@@ -113,7 +114,7 @@ class _Expansion:
             self._add_floors()
         arms = {
             arm.name: dataclasses.replace(arm, baseline=None) if arm.baseline == arm.name else arm
-            for arm in share_length_settings(share_test_tokens(self.arms.values()))
+            for arm in share_vmap(share_length_settings(share_test_tokens(self.arms.values())))
         }
         if settings.tune:
             typed = self.grid.choices.get("optim.lr", [])

@@ -73,6 +73,7 @@ class Arm:
     matched_lr: float = 1.0  # the number that variant.lr=matched stands for
     mismatch: float | None = None  # relative to the control's target
     kv_cache_numbers: int | None = None  # that a decoder keeps per token, in all layers
+    not_vmapped: str = ""  # why train.vmap is not followed
 
     @property
     def train_flops(self) -> float:

@@ -1,5 +1,7 @@
 """The launcher of a sweep: it skips what is done, resumes, and waits for what others train."""
 
+import dataclasses
+import math
 import signal
 import time
 from collections import Counter
@@ -45,6 +47,8 @@ class Launcher:
         self._stop_on_failure = stop_on_failure
         self._prefixes = SharedPrefixes(manifest) if share_prefix else None
         self._own: dict[str, RunState] = {}  # runs with this launcher's engine
+        self._programs: dict[str, list[str]] = {}  # of each process the runs, by the first of them
+        self._most: dict[str, int] = {}  # runs of a program, by arm, after memory ran out
         self._tried: set[str] = set()  # runs not to be started again by this launcher
         self._moves: Counter[str] = Counter()  # restarts without progress, by run
         self._steps: dict[str, int] = {}  # and the last step before each
@@ -85,7 +89,8 @@ class Launcher:
                 if not self._may_start() or not self._has_disk_space(state):
                     break
                 self._start(state, packed)
-            self.sweep_state.queued_ids = set(self.engine.queued_ids())
+            queued = self.engine.queued_ids()
+            self.sweep_state.queued_ids = {id for first in queued for id in self._runs_of(first)}
             for state in self._own.values():
                 self.sweep_state.refresh_run(state)
             self.table.show(self.sweep_state)
@@ -96,7 +101,10 @@ class Launcher:
                 return
             exits = self._wait_for_exits()
             for exit in exits:
-                self._handle_exit(exit)
+                ids = self._runs_of(exit.id)
+                self._programs.pop(exit.id, None)
+                for id in ids:
+                    self._handle_exit(dataclasses.replace(exit, id=id), len(ids))
             polls = 0 if exits else polls + 1
 
     def _refresh(self) -> None:
@@ -117,7 +125,7 @@ class Launcher:
         """Take over the jobs that an earlier launcher has left with the engine."""
         open_ids = [state.run.id for state in self._states() if state.status not in ENDED]
         for id in self.engine.adopt(open_ids):
-            self._follow(self.sweep_state.states[id])
+            self._follow([self.sweep_state.states[id]])
         if self._own:
             self.table.note(f"{format_count(len(self._own), 'run')} with the engine since before")
 
@@ -133,7 +141,11 @@ class Launcher:
     def _may_start(self) -> bool:
         """Return whether the launcher goes on and the engine has a free slot."""
         stopped = self._stop_reason or self._signal_count
-        return not stopped and len(self._own) < self.engine.slots
+        return not stopped and len(self._programs) < self.engine.slots
+
+    def _runs_of(self, id: str) -> list[str]:
+        """Return the runs of the process that was started with this one."""
+        return self._programs.get(id, [id])
 
     def _startable(self) -> Iterator[tuple[RunState, int]]:
         """Yield the runs to start, and how many will share the machine.
@@ -188,37 +200,71 @@ class Launcher:
             self._exclusive = id
             self._had_exclusive.add(id)
             self.table.note(f"again, alone: {state.run.label} ran out of memory beside others")
+        members = [state, *self._find_others(state)]
+        first, *others = [self._make_task(member, packed) for member in members]
+        self.engine.start(dataclasses.replace(first, others=tuple(others)))
+        self._follow(members)
+
+    def _make_task(self, state: RunState, packed: int) -> base.RunTask:
+        id, retry = state.run.id, state.status == "failed"
         self._to_retry.discard(id)
-        retry = state.status == "failed"
-        config = self.manifest.config_of(state.run)
-        branching = self._plan_branching(state)
-        self.engine.start(base.RunTask(id, state.folder, config, packed, retry, branching))
-        self._follow(state)
+        config, branching = self.manifest.config_of(state.run), self._plan_branching(state)
+        return base.RunTask(id, state.folder, config, packed, retry, branching)
+
+    def _find_others(self, state: RunState) -> list[RunState]:
+        """Return the runs that train with this one as one program.
+
+        All free slots get some, as far as there are enough.
+        """
+        most = self._limit(state)
+        if most == 1 or _needs_more_memory(state):
+            return []
+        open_ = [s for s in self._states() if self._is_startable(s) and self._limit(s) > 1]
+        share = math.ceil(len(open_) / (self.engine.slots - len(self._programs)))
+        others = [s for s in open_ if s.run.arm == state.run.arm and s is not state]
+        others = [s for s in others if not _needs_more_memory(s)]
+        return others[: max(0, min(most, share) - 1)]
+
+    def _limit(self, state: RunState) -> int:
+        """Return how many runs a program of this arm may have."""
+        arm = state.run.arm
+        return self._most.get(arm, int(self.manifest.arms[arm].config.train.vmap))
 
     def _plan_branching(self, state: RunState) -> Branching:
         return NO_BRANCHING if self._prefixes is None else self._prefixes.plan_branching(state)
 
-    def _follow(self, state: RunState) -> None:
-        """Count a run among those of this launcher."""
-        id = state.run.id
-        self._tried.add(id)
-        self._own[id] = state
-        self.sweep_state.own_ids.add(id)
-        state.status, state.metrics, state.reason = "running", None, ""
+    def _follow(self, members: list[RunState]) -> None:
+        """Count the runs of a process among those of this launcher."""
+        self._programs[members[0].run.id] = [state.run.id for state in members]
+        for state in members:
+            id = state.run.id
+            self._tried.add(id)
+            self._own[id] = state
+            self.sweep_state.own_ids.add(id)
+            state.status, state.metrics, state.reason = "running", None, ""
 
-    def _handle_exit(self, exit: base.RunExit) -> None:
-        """Read the outcome of a run; restart it if its machine was lost."""
+    def _handle_exit(self, exit: base.RunExit, members: int) -> None:
+        """Read the outcome of a run; restart it if its machine was lost.
+
+        If the process of several runs was killed to free memory, half of them are tried.
+        """
         state = self._own.pop(exit.id)
         self.sweep_state.own_ids.discard(exit.id)
         self.sweep_state.queued_ids.discard(exit.id)
         state.reason = ""
         self.sweep_state.refresh_run(state)
-        if exit.code in (base.EXIT_ALREADY_RUNNING, base.EXIT_LEASE_LOST):
+        is_leased = exit.code in (base.EXIT_ALREADY_RUNNING, base.EXIT_LEASE_LOST)
+        if is_leased and state.status not in ENDED:
             self._tried.discard(exit.id)  # the holder of its lease may still die
             return
         if state.step > self._steps.get(exit.id, 0):
             self._steps[exit.id], self._moves[exit.id] = state.step, 0
         if state.status not in ENDED and not self._stop_reason and not self._signal_count:
+            if exit.out_of_memory and members > 1:
+                self._most[state.run.arm] = members // 2
+                self._tried.discard(exit.id)
+                self.table.note(f"again, {members // 2} at once: {state.run.label}: out of memory")
+                return
             if exit.requeue_reason and self._moves[exit.id] < _MAX_MOVES:
                 self._moves[exit.id] += 1
                 self._tried.discard(exit.id)
@@ -252,6 +298,7 @@ class Launcher:
         branches = len(self._plan_branching(state).horizons or ())
         need = bytes_needed(arm.total_params, branches) + predictions.bytes_needed(arm.config)
         out = Path(self.manifest.out).expanduser()
+        need *= self._limit(state)
         free = free_bytes(out)
         if free >= need:
             return True

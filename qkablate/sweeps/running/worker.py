@@ -10,8 +10,9 @@ import signal
 import sys
 import threading
 import traceback
-from collections.abc import Callable
-from contextlib import suppress
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, redirect_stderr, redirect_stdout, suppress
+from dataclasses import replace
 from multiprocessing.connection import Connection
 
 from tqdm import tqdm
@@ -26,9 +27,10 @@ from qkablate.sweeps.planning.manifest import Manifest
 from qkablate.sweeps.running.state import RunState
 from qkablate.tracking.wandb import service
 from qkablate.training import session
-from qkablate.training.resolve import plan_run
+from qkablate.training.resolve import RunPlan, plan_run
 from qkablate.training.result import record_failure
 from qkablate.training.signals import Stopped
+from qkablate.training.vmapped import program
 
 # A process killed from outside can be resumed; one that crashed would crash again.
 _EXTERNAL_SIGNALS = {signal.SIGKILL, signal.SIGTERM, signal.SIGINT, signal.SIGHUP}
@@ -67,19 +69,12 @@ def _train_logged(task: base.RunTask, wait: Callable[[], object]) -> int:
     # tqdm's own lock is shared between processes, and would start a process to track it.
     tqdm.set_lock(threading.RLock())
     threading.Thread(target=_stop_with_launcher, args=(wait,), daemon=True).start()
-    return _train(task)
+    return _train(task) if task.config.train.vmap == 1 else _train_program(task)
 
 
 def _train(task: base.RunTask) -> int:
-    try:
-        planned = plan_run(task.config)
-        if planned.run.id != task.id:
-            raise UserError(
-                f"this run would be {planned.run.id} now, not {task.id}: data, circuits or this"
-                " program have changed since the sweep was frozen"
-            )
-        observer = LeaseObserver()
-        observer.wait_until_sure(task.folder)  # the launcher saw no heartbeat of another machine
+    with _exit_code() as code:
+        planned, observer = _plan(task)
         outcome = session.train_run(
             planned,
             packed=task.packed,
@@ -87,19 +82,72 @@ def _train(task: base.RunTask) -> int:
             observer=observer,
             branching=task.branching,
         )
-        return EXIT_CODES[outcome.result["status"]]
+        code.append(EXIT_CODES[outcome.result["status"]])
+    return code[0]
+
+
+def _plan(task: base.RunTask) -> tuple[RunPlan, LeaseObserver]:
+    """Plan a run as it was frozen; wait until it is certain whether another process trains it."""
+    planned = plan_run(task.config)
+    if planned.run.id != task.id:
+        raise UserError(
+            f"this run would be {planned.run.id} now, not {task.id}: data, circuits or this"
+            " program have changed since the sweep was frozen"
+        )
+    observer = LeaseObserver()
+    observer.wait_until_sure(task.folder)  # the launcher saw no heartbeat of another machine
+    return planned, observer
+
+
+def _train_program(task: base.RunTask) -> int:
+    """Train the runs of a program, each with its output in its own log.
+
+    The code is that of the runs that have no result, if there are any. Of several it is the one
+    after which a run is tried again: those of leases and signals are the largest.
+    """
+    members, missing, ended = list[program.Member](), list[int](), list[int]()
+    tasks = (task, *task.others)
+    for one in tasks:
+        make_folder(one.folder)
+        log = open(open_append(one.folder / base.LOG_FILE), "a", encoding="utf-8")  # noqa: SIM115
+        with redirect_stdout(log), redirect_stderr(log), _exit_code() as code:
+            planned, observer = _plan(one)
+            packed = task.packed - 1 + len(tasks)
+            member = program.Member(planned, packed, one.retry, log=log)
+            members.append(replace(member, observer=observer, branching=one.branching))
+        missing += code
+    with _exit_code() as code:
+        program.train_program(members)
+    missing += code
+    for member in members:
+        if isinstance(member.outcome, session.Outcome):
+            ended.append(EXIT_CODES[member.outcome.result["status"]])
+            continue
+        with member.output(), _exit_code() as code:
+            if member.outcome is not None:
+                raise member.outcome
+        missing += code
+    return max(missing or ended)
+
+
+@contextmanager
+def _exit_code() -> Iterator[list[int]]:
+    """Add the code of an error in the context to a list, and print the error."""
+    codes: list[int] = []
+    try:
+        yield codes
     except (AlreadyRunning, LeaseLost) as error:
         print_stderr(str(error))
         lost = isinstance(error, LeaseLost)
-        return base.EXIT_LEASE_LOST if lost else base.EXIT_ALREADY_RUNNING
+        codes.append(base.EXIT_LEASE_LOST if lost else base.EXIT_ALREADY_RUNNING)
     except Stopped as stopped:
-        return stopped.exit_code
+        codes.append(stopped.exit_code)
     except UserError as error:
         print_stderr(f"qkablate: {error}")
-        return 2
+        codes.append(2)
     except Exception:
         print(redact(traceback.format_exc()), file=sys.stderr)
-        return 1
+        codes.append(1)
 
 
 def _stop_with_launcher(wait: Callable[[], object]) -> None:

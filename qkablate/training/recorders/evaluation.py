@@ -12,7 +12,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from qkablate.config import read_limit
+from qkablate.config import Config, read_limit
 from qkablate.data import IGNORE, Batch, EvalMetrics
 from qkablate.data.batches import evenly_spaced
 from qkablate.models.base import Model
@@ -26,6 +26,8 @@ from qkablate.training.step import TrainStep
 # Tokens per forward pass; on a CPU larger batches are no faster.
 EVAL_TOKENS = {"cpu": 4096, "cuda": 8192, "mps": 8192}
 EVAL_LOGITS = 2**25  # upper bound on the logits of a forward pass
+EVAL_NUMBERS = 2**26  # the same of a layer's numbers, where more than EVAL_TOKENS are read at once
+MAX_PENDING = 2**22  # answers whose losses wait on the device
 TOKENS, WINDOWS = 1024, 8  # read for the predictions, whichever is more
 
 
@@ -36,8 +38,7 @@ def evaluate_split(
     """Return the sums over a split or a part of it; `check_stop` may raise."""
     config, data = plan.config, plan.data
     device, context = config.device, config.model.context
-    tokens = EVAL_TOKENS[device.partition(":")[0]]
-    at_once = min(tokens, int(EVAL_LOGITS / data.vocabulary / data.answer_fraction))
+    at_once = min(eval_tokens(config), int(EVAL_LOGITS / data.vocabulary / data.answer_fraction))
     size, limit = max(1, at_once // context), read_limit(config, split)
     if limit is not None:
         read = min(limit, data.tokens["test"]) if split == "test" else limit
@@ -45,7 +46,7 @@ def evaluate_split(
         # Little padding. Longer readings of validation keep the size, on which last bits depend.
         parts = math.ceil(windows / size) if split == "test" else 1
         size = min(size, math.ceil(windows / parts))
-    totals = EvalMetrics()
+    totals, pending = EvalMetrics(), PendingLosses()
     step.model.eval()
     try:
         batches = data.split_batches(split, batch_size=size, context=context, limit=limit)
@@ -55,19 +56,65 @@ def evaluate_split(
             arguments = *moved.inputs, moved.targets_NA, moved.positions_NA
             with hardware.autocast(config):
                 if batch.slices is None:
-                    loss = step.loss(*arguments, reduction="sum").item()
-                    if counts:
-                        totals.add_loss(loss, int((batch.targets_NA != IGNORE).sum()))
+                    results: tuple[Tensor, ...] = (step.loss(*arguments, reduction="sum"),)
                 else:
-                    losses, hits = step.loss_and_hits(*arguments)
-                    if counts:
-                        totals.add_answers(batch, losses.cpu().numpy(), hits.cpu().numpy())
+                    results = step.loss_and_hits(*arguments)
+            if counts:
+                pending.append(batch, *results)
+            if pending.answers >= MAX_PENDING:
+                pending.add_to(totals)
+        pending.add_to(totals)
     finally:
         step.model.train()
     totals, *others = step.ranks.all_gather(totals)
     for other in others:
         totals.merge(other)
     return totals
+
+
+def eval_tokens(config: Config) -> int:
+    """Return the tokens of a forward pass: on CUDA, as many as keep a small model's GPU busy."""
+    device, model = config.device.partition(":")[0], config.model
+    if device != "cuda":
+        return EVAL_TOKENS[device]
+    widest = model.heads * max(model.d_model, model.context)  # numbers per token, of wide keys
+    return min(max(EVAL_TOKENS[device], EVAL_NUMBERS // widest), 8 * EVAL_TOKENS[device])
+
+
+class PendingLosses:
+    """Results on the device, in order: they are read together, so that the device never waits."""
+
+    def __init__(self) -> None:
+        self.answers = 0
+        self._batches: list[Batch] = []
+        self._losses: list[Tensor] = []
+        self._hits: list[Tensor] = []
+
+    def append(self, batch: Batch, losses: Tensor, hits: Tensor | None = None) -> None:
+        """Keep the total loss of a batch, or losses and hits of its answers."""
+        self._batches.append(batch)
+        self._losses.append(losses)
+        if hits is not None:
+            self._hits.append(hits)
+        self.answers += batch.targets_NA.numel()
+
+    def add_to(self, totals: EvalMetrics) -> None:
+        """Read all results and add them."""
+        batches = self._batches
+        if not self._hits:
+            losses = torch.stack(self._losses).cpu().tolist() if batches else []
+            for batch, loss in zip(batches, losses, strict=True):
+                totals.add_loss(loss, int((batch.targets_NA != IGNORE).sum()))
+        else:
+            # Hits as numbers of the losses' type: one copy brings both.
+            pairs = zip(self._losses, self._hits, strict=True)
+            both = [torch.stack([losses, hits.to(losses)]).flatten(1) for losses, hits in pairs]
+            shapes = [batch.targets_NA.shape for batch in batches]
+            ends = np.cumsum([shape.numel() for shape in shapes])[:-1]
+            parts = np.split(torch.cat(both, 1).cpu().numpy(), ends, axis=1)
+            for batch, shape, (losses_X, hits_X) in zip(batches, shapes, parts, strict=True):
+                totals.add_answers(batch, losses_X.reshape(shape), hits_X.reshape(shape) > 0)
+        self.answers, self._batches, self._losses, self._hits = 0, [], [], []
 
 
 class PredictionRecorder:

@@ -85,16 +85,6 @@ def test_registration_is_readable_and_has_its_seeds(tmp_path):
     assert datetime.fromisoformat(content["registered"]).tzinfo is not None
 
 
-def test_verdict_by_other_statistics_than_those_of_the_registration_is_exploratory(tmp_path):
-    folder = register_claim(claim(), str(tmp_path)).folder
-    assert edits_since(claim(), find_registrations(str(tmp_path), "mine")) == []
-    content = json.loads((folder / "claim.json").read_text())
-    del content["statistics"]  # of the time before they were counted
-    write_json(folder / "claim.json", content)
-    (reason,) = edits_since(claim(), find_registrations(str(tmp_path), "mine"))
-    assert "other statistics" in reason
-
-
 def test_claim_is_written_once(tmp_path):
     first = register_claim(claim(), str(tmp_path))
     before = tree(tmp_path)

@@ -1,65 +1,13 @@
-"""The kernel is chosen from the shapes, and the chosen kernel is the one that runs."""
+"""The kernels agree, and the one that was chosen is the one that runs."""
 
+import contextlib
 from itertools import product
 
 import pytest
 import torch
 
-from qkablate.attention.kernels.dispatch import Shapes, attend, choose_kernel, unsupported_reason
+from qkablate.attention.kernels.dispatch import align_rows, attend, force_backend
 from qkablate.models.blocked_loss import blocked_loss
-
-
-def choose(**other):
-    base = {"heads": 4, "key_heads": 4, "width": 32, "value_heads": 4, "value_width": 32}
-    base |= {"device": "cpu", "half": False, "dropout": 0.0}
-    return choose_kernel(Shapes(**(base | other)))
-
-
-@pytest.mark.parametrize(
-    ("shapes", "kernel"),
-    [
-        ({}, "flash"),
-        ({"score_bias": True}, "flash"),
-        ({"width": 16}, "flash"),  # padded with zeros
-        ({"value_width": 16}, "folded"),
-        ({"value_width": 16, "context": 255}, "folded"),
-        ({"value_width": 16, "context": 256}, "blocked"),
-        ({"dropout": 0.1, "context": 512}, "folded"),
-        ({"dropout": 0.1}, "folded"),
-        ({"key_heads": 1}, "flash"),
-        ({"key_heads": 1, "width": 128}, "folded"),
-        ({"key_heads": 1, "width": 128, "value_width": 128}, "flash"),
-        ({"key_heads": 1, "width": 128, "context": 127}, "folded"),
-        ({"key_heads": 1, "width": 128, "context": 128}, "blocked"),
-        ({"key_heads": 1, "width": 128, "context": 512, "dropout": 0.1}, "folded"),
-        ({"value_heads": 1, "value_width": 128, "context": 1024}, "blocked"),
-        ({"context": 1024}, "flash"),
-        ({"half": True}, "flash"),
-        ({"half": True, "context": 511}, "folded"),
-        ({"half": True, "context": 512}, "blocked"),
-        ({"half": True, "context": 512, "dropout": 0.1}, "folded"),
-        ({"value_heads": 1, "value_width": 128}, "folded"),
-        ({"key_heads": 1, "width": 128, "value_heads": 1, "value_width": 128}, "flash"),
-        ({"heads": 1, "key_heads": 1, "value_heads": 1, "value_width": 128}, "flash"),
-        ({"width": 0, "value_width": 128}, "static"),
-        ({"width": 0, "device": "cuda", "half": True}, "static"),
-        ({"device": "cuda", "half": True}, "flash"),
-        ({"device": "cuda", "half": True, "dropout": 0.1}, "flash"),
-        ({"device": "cuda", "half": True, "width": 16}, "flash"),
-        ({"device": "cuda", "half": True, "score_bias": True}, "efficient"),
-        ({"device": "cuda", "half": True, "value_width": 16}, "efficient"),
-        ({"device": "cuda", "half": True, "width": 512, "value_width": 512}, "efficient"),
-        ({"device": "cuda", "half": False}, "efficient"),
-        ({"device": "cuda", "half": True, "width": 12, "value_width": 12}, "math"),
-        ({"device": "cuda", "half": True, "key_heads": 1, "width": 128}, "folded"),
-        ({"device": "cuda", "half": True, "value_heads": 1, "value_width": 128}, "folded"),
-        ({"device": "cuda", "key_heads": 1, "width": 128, "context": 1024}, "folded"),
-        ({"device": "mps"}, "math"),
-    ],
-    ids=str,
-)
-def test_chosen_kernel(shapes, kernel):
-    assert choose(**shapes) == kernel
 
 
 @pytest.mark.parametrize("kernel", ["flash", "folded", "blocked"])
@@ -128,23 +76,6 @@ def test_blocks_with_different_numbers_of_queries_and_keys(monkeypatch, queries,
         attend(q, k, v, scale=0.3, causal=causal, kernel=name) for name in ("folded", "blocked")
     )
     torch.testing.assert_close(one, other, rtol=1e-10, atol=1e-10)
-
-
-@pytest.mark.parametrize(
-    ("shapes", "why"),
-    [
-        ({"dropout": 0.1}, "blocked does not support dropout"),
-        ({"learned_bias": True}, "blocked does not support learned score biases"),
-        ({"width": 0}, "blocked does not support variants without queries"),
-        ({}, ""),
-        ({"device": "cuda", "width": 128, "key_heads": 1}, ""),
-    ],
-    ids=str,
-)
-def test_unsupported_shapes_of_blocked_are_explained(shapes, why):
-    base = {"heads": 4, "key_heads": 4, "width": 32, "value_heads": 4, "value_width": 32}
-    base |= {"device": "cpu", "half": False, "dropout": 0.0}
-    assert unsupported_reason("blocked", Shapes(**base | shapes)) == why
 
 
 @pytest.mark.slow
@@ -228,3 +159,43 @@ def test_dropout_preserves_the_mean(kernel, width):
     out = attend(q, k, v, scale=1.0, causal=False, kernel=kernel, dropout=0.5)
     assert out.std() > 0.01
     assert abs(out.mean() - 1) < 0.1
+
+
+ENABLED = {
+    "flash": torch.backends.cuda.flash_sdp_enabled,
+    "cudnn": torch.backends.cuda.cudnn_sdp_enabled,
+    "efficient": torch.backends.cuda.mem_efficient_sdp_enabled,
+    "math": torch.backends.cuda.math_sdp_enabled,
+}
+
+
+def enabled_backends():
+    return {name for name, is_enabled in ENABLED.items() if is_enabled()}
+
+
+@pytest.mark.parametrize("kernel", ENABLED)
+@pytest.mark.parametrize("flash", [True, False])
+def test_forced_backend_is_the_only_one_until_the_context_ends(kernel, flash):
+    torch.backends.cuda.enable_flash_sdp(flash)
+    try:
+        before = enabled_backends()
+        assert ("flash" in before) == flash
+        with contextlib.suppress(ZeroDivisionError), force_backend(kernel):
+            assert enabled_backends() == {kernel}
+            raise ZeroDivisionError
+        assert enabled_backends() == before
+    finally:
+        torch.backends.cuda.enable_flash_sdp(True)
+
+
+@pytest.mark.parametrize("keys", [1, 15, 16, 17, 50])
+@pytest.mark.parametrize("shape", [(7,), (4, 7), (2, 1, 1), (2, 4, 7)], ids=str)
+def test_bias_of_any_length_is_aligned_without_a_copy_for_every_head(shape, keys):
+    """The rule of torch's memory-efficient kernel, which would otherwise pad all B · H · T rows."""
+    bias = torch.randn(*shape, keys)
+    aligned = align_rows(bias)
+    torch.testing.assert_close(aligned, bias, rtol=0, atol=0)
+    full = aligned.expand(2, 4, 7, keys)
+    assert full.stride(-1) == 1
+    assert all(stride % 16 == 0 for stride in full.stride()[:-1])
+    assert full.untyped_storage().nbytes() <= bias.nbytes / keys * (keys + 15)

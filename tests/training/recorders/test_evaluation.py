@@ -8,11 +8,17 @@ import pytest
 import torch
 from torch.nn import functional as F
 
-from qkablate.data import IGNORE, sources
+from qkablate.config import Config, ModelConfig
+from qkablate.data import IGNORE, EvalMetrics, sources
 from qkablate.data.batches import Batch, evenly_spaced, spread_windows
 from qkablate.runs import predictions
 from qkablate.runs.document_losses import FILE_NAME, read_document_losses
-from qkablate.training.recorders.evaluation import find_answer_positions
+from qkablate.training.recorders import evaluation
+from qkablate.training.recorders.evaluation import (
+    PendingLosses,
+    eval_tokens,
+    find_answer_positions,
+)
 from qkablate.training.result import summarize
 from qkablate.training.warm_start import restore
 from tests.training.helpers import run_folder, wait_for
@@ -291,3 +297,48 @@ def test_positions_are_those_of_counted_answers():
     assert [one.tolist() for one in find_answer_positions(batch, 10)] == [[0, 0, 1], [4, 7, 8]]
     rows, columns = find_answer_positions(batch._replace(positions_NA=None), 2)
     assert [rows.tolist(), columns.tolist()] == [[0, 1], [0, 2]]
+
+
+@pytest.mark.parametrize(
+    "words", [["model.form=decoder"], ["model.form=encoder", "data.objective=mlm"]]
+)
+def test_results_that_are_read_together_are_those_of_each_batch(
+    qkablate, tiny, tmp_path, monkeypatch, words
+):
+    results = []
+    for out, most in (("each", 1), ("together", 2**22)):
+        monkeypatch.setattr(evaluation, "MAX_PENDING", most)
+        assert qkablate("train", *tiny, *words, f"out={out}").code == 0
+        result = json.loads((run_folder(tmp_path, out) / "result.json").read_text())
+        results.append(result["measures"])
+    assert results[0] == results[1]
+
+
+def test_batches_of_several_shapes_are_read_together():
+    totals, pending = EvalMetrics(), PendingLosses()
+    for answers in (3, 5):
+        targets = torch.tensor([[1] * (answers - 1) + [IGNORE]] * 2)
+        batch = Batch((targets,), targets, slices={"kind": np.zeros((2, answers), int)})
+        losses = torch.full((2, answers), float(answers))
+        pending.append(batch, losses, torch.tensor([[True], [False]]).expand(2, answers))
+    pending.add_to(totals)
+    pending.add_to(totals)  # nothing is left
+    assert totals.all.count == 2 * 2 + 2 * 4
+    assert totals.all.loss == 4 * 3.0 + 8 * 5.0
+    assert totals.all.hits == 2 + 4
+    assert totals.sequences.hits == 2
+
+
+@pytest.mark.parametrize(
+    ("device", "sizes", "tokens"),
+    [
+        ("cpu", (128, 4, 64), 4096),
+        ("cuda", (128, 4, 64), 65_536),  # small: the GPU would wait for the host
+        ("cuda:1", (768, 12, 1024), 8192),
+        ("mps", (128, 4, 64), 8192),
+    ],
+)
+def test_small_models_read_more_at_once_on_a_gpu(device, sizes, tokens):
+    d_model, heads, context = sizes
+    model = ModelConfig(d_model=d_model, heads=heads, context=context)
+    assert eval_tokens(Config(device=device, model=model)) == tokens

@@ -1,0 +1,1 @@
+"""Published runs: archives of claims, and whether others agree with them."""

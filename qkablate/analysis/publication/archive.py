@@ -1,0 +1,267 @@
+"""Archives: the runs of a claim in one compressed JSON file, the same bytes for the same runs.
+
+<folder>/<name>-<scale>-<hash>.json.gz
+    registration   claim.json as it was registered: the claim, its hash, seeds and time
+    looks          manifest of the sweep of each look, and what was measured alone
+    environments   CPU, versions and commit of the runs
+    runs           every run, of tuning too: id, rates, seeds, result; curves of the final runs
+    documents      sum of the losses by document over the final runs of each arm
+<folder>/SHA256SUMS
+
+Left out is what makes runs large: checkpoints, predictions, diagnostics and attention maps. Losses
+at the end are exact; curves are thinned to MAX_READINGS and rounded.
+"""
+
+import gzip
+import json
+import re
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from qkablate import __version__
+from qkablate.analysis.study.loss_curves import LossCurve
+from qkablate.disk import make_folder, read_file, replace_file
+from qkablate.errors import UserError
+from qkablate.runs.records import sha256
+from qkablate.strict_json import hash_json, parse_json
+
+FORMAT = 1
+SUFFIX = ".json.gz"
+CHECKSUMS = "SHA256SUMS"
+MAX_READINGS = 64  # of a curve
+_MAX_BYTES = 2**28  # of an archive's JSON
+NAME = re.compile(r"\w[\w+-]*")  # of a claim, a sweep, a run: they become folders
+_FIGURES = ("status", "steps", "data_fingerprint", "diverged_at")
+_SORTED = ("environments", "documents", "document_tokens")
+Fields = dict[str, Any]
+
+
+@dataclass
+class Archive:
+    """The published runs of one claim."""
+
+    registration: Fields
+    looks: dict[str, Fields] = field(default_factory=dict)  # by their number of seeds
+    environments: dict[str, Fields] = field(default_factory=dict)  # by their hash
+    runs: dict[str, Fields] = field(default_factory=dict)  # by id
+    documents: dict[str, Fields] = field(default_factory=dict)  # by arm and rates
+    document_tokens: dict[str, list[int]] = field(default_factory=dict)  # by their hash
+
+    @property
+    def name(self) -> str:
+        """Name of the folder of the registration."""
+        claim = self.registration["claim"]
+        return f"{claim['name']}-{claim['scale']}-{self.registration['hash'][:12]}"
+
+    def merge(self, new: "Archive") -> None:
+        """Add the runs of another archive of the claim; UserError if a run has other figures."""
+        if new.name != self.name:
+            raise ValueError("archives of two claims")
+        for id in self.runs.keys() & new.runs.keys():
+            if (here := figures(new.runs[id])) != (there := figures(self.runs[id])):
+                raise UserError(
+                    f"{self.name}: run {id} is published with {_format_difference(there, here)};"
+                    " one id, two results: leave one of them out"
+                )
+        for seeds, look in new.looks.items():
+            known = self.looks.setdefault(seeds, look)
+            if known["manifest"]["id"] != look["manifest"]["id"]:
+                raise UserError(
+                    f"{self.name}: with {seeds} seeds {known['manifest']['id']} is published, and"
+                    f" here it is {look['manifest']['id']}: data, device, matmul, precision or"
+                    " this program differ; `qkablate claim run … --from FOLDER` trains with the"
+                    " settings of the published runs"
+                )
+            if _rows(look) > _rows(known):
+                known["solo"] = look["solo"]
+        added = new.runs.keys() - self.runs.keys()
+        self.runs |= {id: new.runs[id] for id in added}
+        self.environments |= new.environments
+        self.document_tokens |= new.document_tokens
+        for group, sums in new.documents.items():
+            earlier = self.documents.get(group)
+            if earlier is None:
+                self.documents[group] = sums
+            elif earlier["tokens"] == sums["tokens"] and added:
+                pairs = zip(earlier["losses"], sums["losses"], strict=True)
+                earlier["losses"] = [a + b for a, b in pairs]
+                earlier["runs"] += sums["runs"]
+        if new.registration["registered"] < self.registration["registered"]:
+            self.registration = new.registration
+
+    def encode(self) -> bytes:
+        """Return the archive as JSON with its checksum."""
+        content = {
+            "format": FORMAT,
+            "version": __version__,
+            "registration": self.registration,
+            "looks": dict(sorted(self.looks.items(), key=lambda look: int(look[0]))),
+            **{key: dict(sorted(getattr(self, key).items())) for key in _SORTED},
+            "runs": _to_columns(self.runs),
+        }
+        content["sha256"] = hash_json(content)
+        # A manifest keeps its order: that of the arms is part of its id.
+        return json.dumps(content, ensure_ascii=False).encode()
+
+    def write(self, folder: Path) -> Path:
+        """Write the archive into the folder, with its line in SHA256SUMS; return its path."""
+        make_folder(folder)
+        path, content = folder / f"{self.name}{SUFFIX}", self.encode()
+        if not path.exists() or gzip.decompress(read_file(path)) != content:
+            replace_file(path, gzip.compress(content, 9, mtime=0))
+        lines = [f"{sha256(read_file(p))}  {p.name}\n" for p in archive_paths(folder)]
+        replace_file(folder / CHECKSUMS, "".join(lines).encode())
+        return path
+
+
+def figures(run: Fields) -> Fields:
+    """Return the figures of a run that are equal wherever it was trained."""
+    result = run["result"]
+    return {"loss": result["loss"], **{key: result.get(key) for key in _FIGURES}}
+
+
+def _format_difference(there: Fields, here: Fields) -> str:
+    key = next(key for key in there if there[key] != here.get(key))
+    return f"{key} {there[key]}, and here has {here.get(key)}"
+
+
+def _rows(look: Fields) -> int:
+    return len((look["solo"] or {}).get("rows", ()))
+
+
+def archive_paths(folder: Path) -> list[Path]:
+    """Return the archives of a folder, by name."""
+    return sorted(path for path in folder.glob(f"*{SUFFIX}") if path.is_file())
+
+
+def find_archives(word: str | Path) -> list[Path]:
+    """Return the archive, or those of the folder, that a word names; [] if it names none."""
+    path = Path(word).expanduser()
+    try:
+        if path.is_dir():
+            return archive_paths(path)
+        return [path] if path.name.endswith(SUFFIX) and path.is_file() else []
+    except (OSError, ValueError):
+        return []
+
+
+def read_archive(path: Path) -> Archive:
+    """Read an archive; UserError if it is damaged, or not as SHA256SUMS has it."""
+    try:
+        compressed = read_file(path)
+        checks = _read_checksums(path.parent)
+        if checks.get(path.name, digest := sha256(compressed)) != digest:
+            raise ValueError(f"its checksum is not that of {CHECKSUMS}")
+        with gzip.open(path) as file:
+            content = parse_json(file.read(_MAX_BYTES))
+        if content.get("format") != FORMAT:
+            raise UserError(
+                f"'{path}' was written by qkablate {content.get('version')} (format"
+                f" {content.get('format')}); this is {__version__} and reads format {FORMAT}"
+            )
+        if content.pop("sha256") != hash_json(content):
+            raise ValueError("its checksum does not match")
+        del content["format"], content["version"]
+        archive = Archive(**content)
+        archive.runs = _from_columns(content["runs"])
+        names = [archive.name, *archive.runs]
+        names += [look["manifest"]["name"] for look in archive.looks.values()]
+        if bad := [name for name in names if not NAME.fullmatch(name)]:
+            raise ValueError(f"{bad[0]!r} is not a valid name")
+    except (OSError, EOFError, ValueError, LookupError, TypeError, AttributeError) as error:
+        reason = " ".join(str(error).split()) or type(error).__name__
+        raise UserError(f"'{path}' is no archive of runs, or damaged: {reason[:200]}") from None
+    return archive
+
+
+def _read_checksums(folder: Path) -> dict[str, str]:
+    try:
+        lines = read_file(folder / CHECKSUMS).decode().splitlines()
+    except FileNotFoundError:
+        return {}
+    return {name.strip(): digest for digest, _, name in (line.partition(" ") for line in lines)}
+
+
+def _to_columns(runs: Mapping[str, Fields]) -> list[Fields]:
+    """Return the runs as columns, those with equal fields together: they compress far better."""
+    groups: dict[tuple[str, ...], dict[str, Fields]] = {}
+    for id, run in sorted(runs.items()):
+        flat = _flatten(run)
+        groups.setdefault(tuple(sorted(flat)), {})[id] = flat
+    tables = []
+    for keys, members in sorted(groups.items()):
+        rows = [*members.values()]
+        equal = {key: rows[0][key] for key in keys if all(r[key] == rows[0][key] for r in rows)}
+        each = {key: [row[key] for row in rows] for key in keys if key not in equal}
+        tables.append({"ids": [*members], "equal": equal, "each": each})
+    return tables
+
+
+def _from_columns(tables: Iterable[Fields]) -> dict[str, Fields]:
+    runs: dict[str, Fields] = {}
+    for table in tables:
+        for number, id in enumerate(table["ids"]):
+            flat = table["equal"] | {key: column[number] for key, column in table["each"].items()}
+            runs[id] = _unflatten(flat)
+    return runs
+
+
+def _flatten(values: Fields, prefix: str = "") -> Fields:
+    """Return the leaves by their path, a/b/c; an empty map is a leaf."""
+    flat: Fields = {}
+    for key, value in values.items():
+        is_map = isinstance(value, dict) and value
+        flat |= _flatten(value, f"{prefix}{key}/") if is_map else {f"{prefix}{key}": value}
+    return flat
+
+
+def _unflatten(flat: Fields) -> Fields:
+    values: Fields = {}
+    for path, value in flat.items():
+        *parents, leaf = path.split("/")
+        inner = values
+        for parent in parents:
+            inner = inner.setdefault(parent, {})
+        inner[leaf] = value
+    return values
+
+
+def pack_curve(curve: LossCurve, scale: float) -> Fields:
+    """Return tokens and losses of a curve, rounded to 1 / scale, as differences."""
+    shown = thin(curve)
+    losses = [round(loss * scale) for loss in shown.values()]
+    return {"tokens": _differences([*shown]), "losses": _differences(losses), "scale": scale}
+
+
+def unpack_curve(packed: Fields) -> LossCurve:
+    """Return the curve that `pack_curve` has packed."""
+    losses = (loss / packed["scale"] for loss in _sums(packed["losses"]))
+    return dict(zip(_sums(packed["tokens"]), losses, strict=True))
+
+
+def thin(curve: LossCurve) -> LossCurve:
+    """Return at most MAX_READINGS of a curve, evenly on a log scale, the last one included."""
+    if len(curve) <= MAX_READINGS:
+        return dict(sorted(curve.items()))
+    tokens = sorted(curve)
+    first, last = max(1, tokens[0]), tokens[-1]
+    steps = MAX_READINGS - 1
+    picked = {last}
+    for i in range(steps):
+        at = first * (last / first) ** (i / steps)
+        picked.add(next(t for t in tokens if t >= at - 0.5))
+    return {t: curve[t] for t in sorted(picked)}
+
+
+def _differences(numbers: list[int]) -> list[int]:
+    return [b - a for a, b in zip([0, *numbers], numbers, strict=False)]
+
+
+def _sums(differences: Iterable[int]) -> list[int]:
+    total, sums = 0, []
+    for difference in differences:
+        total += int(difference)
+        sums.append(total)
+    return sums

@@ -1,0 +1,177 @@
+"""Runs of a registered claim, from their folders into an archive."""
+
+import json
+from collections.abc import Collection, Mapping
+from pathlib import Path
+from typing import Any
+
+from qkablate.analysis.claims.registry import FILE, Registration
+from qkablate.analysis.publication.archive import SUFFIX, Archive, Fields, pack_curve, read_archive
+from qkablate.analysis.study.loss_curves import TRAIN, VAL
+from qkablate.analysis.study.study import Record, as_dict, make_record
+from qkablate.config import Config, flatten
+from qkablate.disk import read_file
+from qkablate.errors import UserError
+from qkablate.runs.records import read_json, sha256
+from qkablate.strict_json import hash_json, parse_json
+from qkablate.sweeps.planning.manifest import MANIFEST_FILE, SweepRun, read_manifest
+from qkablate.sweeps.running.solo_results import FILE as SOLO
+from qkablate.sweeps.running.state import SweepState
+
+# Fields of result.json that the manifest has, or that are of the machine alone.
+_DROPPED = {"id", "label", "variant", "seed", "d_model", "heads", "layers", "context", "wandb"}
+_DROPPED |= {
+    "published",
+    "bits_per_byte",
+    "tokens_per_second",
+    "metrics_sha256",
+    "sha256",
+    "eval_tokens",
+}
+_REPEATED = {"loss", "bits_per_byte", "accuracy", "exact"}  # measures that stand in the result, too
+_MACHINE = ("cpu", "cores", "cpu_capability", "device")
+_DOCUMENT_SCALE = 1000  # of a sum of losses in nats
+VAL_SCALE, TRAIN_SCALE = 100_000, 10_000  # of a reading
+
+
+def publish(registration: Registration, folder: Path) -> tuple[Path, int, int]:
+    """Add the runs that have ended to the claim's archive; return it, all runs and the new ones."""
+    path = folder / f"{registration.claim.folder_name}{SUFFIX}"
+    existing = read_archive(path) if path.exists() else None
+    known = existing.runs.keys() if existing else ()
+    archive = collect(registration, known)
+    if not archive.runs:
+        raise UserError(f"{registration.claim.name}: no run of it has ended")
+    if existing is not None:
+        existing.merge(archive)
+        archive = existing
+    return archive.write(folder), len(archive.runs), len(archive.runs) - len(known)
+
+
+def collect(registration: Registration, known: Collection[str] = ()) -> Archive:
+    """Read the runs of a claim that have ended; those `known` are in the sums of no document."""
+    archive = Archive(read_json(registration.folder / FILE))
+    for n, sweep in registration.sweeps.items():
+        sweep_state = SweepState(read_manifest(sweep))
+        sweep_state.refresh()
+        archive.looks[str(n)] = {
+            "manifest": _without_paths(parse_json(read_file(sweep / MANIFEST_FILE))),
+            "solo": _without_host(read_json(sweep / SOLO)),
+        }
+        for id, state in sweep_state.states.items():
+            if state.status in ("done", "diverged") and id not in archive.runs:
+                record = make_record(state)
+                archive.runs[id] = _pack_run(archive, record)
+                if id not in known and not record.run.tuning:
+                    _add_documents(archive, record)
+    return archive
+
+
+def _without_paths(manifest: Fields) -> Fields:
+    """Return a manifest without the paths and the accounts of the machine."""
+    manifest.pop("sha256")
+    defaults = flatten(Config())
+    local = [key for key in defaults if key in ("out", "data.cache") or key.startswith("tracking.")]
+    for arm in manifest["arms"].values():
+        for key in local:
+            section, _, name = key.rpartition(".")
+            (arm["config"][section] if section else arm["config"])[name] = defaults[key]
+            arm["overrides"].pop(key, None)
+    words = [word for word in manifest["command"] if word.partition("=")[0] not in local]
+    return manifest | {"out": "outputs", "command": words}
+
+
+def _without_host(solo: Fields | None) -> Fields | None:
+    if solo is None:
+        return None
+    return solo | {"machine": {k: v for k, v in solo["machine"].items() if k != "host"}}
+
+
+def _pack_run(archive: Archive, record: Record) -> Fields:
+    result = read_json(record.folder / "result.json")
+    packed = {key: value for key, value in result.items() if key not in _DROPPED}
+    measures = packed.pop("measures", None) or {}
+    packed["data"] = {k: v for k, v in as_dict(packed.get("data")).items() if k != "cache"}
+    if any(set(values) - _REPEATED for values in measures.values() if isinstance(values, dict)):
+        packed["measures"] = measures
+    run: Fields = {
+        "arm": record.run.arm,
+        "tuning": record.run.tuning,
+        "changes": dict(record.run.changes),
+        "result": packed,
+        "environment": _add_environment(archive, record.folder),
+    }
+    if not record.run.tuning:
+        if record.final_train_loss is not None:
+            packed["final_train_loss"] = record.final_train_loss
+        curves = record.loss_curves
+        run["val"] = pack_curve(curves["start"] | curves[VAL], VAL_SCALE)
+        run["train"] = pack_curve(curves[TRAIN], TRAIN_SCALE)
+    return run
+
+
+def _add_environment(archive: Archive, folder: Path) -> str | None:
+    """Add versions, machine and commit of a run, without the name of its host; return their key."""
+    environment = read_json(folder / "environment.json")
+    if not isinstance(environment, dict):
+        return None
+    versions, machine, code = (
+        as_dict(environment.get(part)) for part in ("versions", "machine", "code")
+    )
+    diff = str(code.get("diff") or "")
+    kept = {
+        "versions": versions,
+        "machine": {key: machine[key] for key in _MACHINE if key in machine},
+        "code": {
+            "commit": code.get("commit"),
+            "edits": code.get("edits") or (sha256(diff.encode())[:6] if diff else ""),
+        },
+    }
+    key = hash_json(kept)[:12]
+    archive.environments[key] = kept
+    return key
+
+
+def document_group(run: SweepRun | Fields) -> str:
+    """Return the key of the runs that are averaged with a run: its arm and rates."""
+    arm, changes = (
+        (run.arm, run.changes) if isinstance(run, SweepRun) else (run["arm"], run["changes"])
+    )
+    rates: Mapping[str, Any] = {k: v for k, v in changes.items() if not k.startswith("seed")}
+    return f"{arm} {json.dumps(rates, sort_keys=True)}"
+
+
+def _add_documents(archive: Archive, record: Record) -> None:
+    """Add a run to the sums of its arm: whole numbers, so that their order changes nothing."""
+    found = record.document_losses
+    if found is None:
+        return
+    tokens = [int(n) for n in found.tokens]
+    key = hash_json(tokens)[:12]
+    losses = [round(float(loss) * _DOCUMENT_SCALE) for loss in found.losses]
+    group = document_group(record.run)
+    sums = archive.documents.setdefault(
+        group, {"tokens": key, "losses": [0] * len(losses), "runs": 0}
+    )
+    if sums["tokens"] == key:
+        archive.document_tokens[key] = tokens
+        sums["losses"] = [a + b for a, b in zip(sums["losses"], losses, strict=True)]
+        sums["runs"] += 1
+
+
+def mean_document_losses(archive: Archive, run: Fields) -> tuple[list[float], list[int]] | None:
+    """Return the mean losses by document of the runs of an arm; None unless all have them."""
+    sums = archive.documents.get(document_group(run))
+    if sums is None or run["tuning"]:
+        return None
+    group = document_group(run)
+    done = [
+        other
+        for other in archive.runs.values()
+        if not other["tuning"] and document_group(other) == group
+        if other["result"]["status"] == "done"
+    ]
+    if sums["runs"] != len(done):
+        return None
+    losses = [loss / (_DOCUMENT_SCALE * sums["runs"]) for loss in sums["losses"]]
+    return losses, archive.document_tokens[sums["tokens"]]

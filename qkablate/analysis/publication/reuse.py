@@ -1,0 +1,102 @@
+"""Published runs that count as done where a claim is run: they are not trained again."""
+
+import tempfile
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from qkablate.analysis.claims.claim import Claim
+from qkablate.analysis.publication.archive import Archive, Fields, find_archives, read_archive
+from qkablate.analysis.publication.unpack import write_run
+from qkablate.disk import read_file, write_atomic
+from qkablate.errors import UserError
+from qkablate.runs.lease import AlreadyRunning
+from qkablate.runs.run import Run, identity
+from qkablate.sweeps.planning.manifest import Manifest
+
+# Keys whose default depends on the machine, and that are part of a run's id.
+_MACHINE_KEYS = ("matmul", "precision", "compile")
+_RESULT = "result.json"
+
+
+def find_archive(folder: str, claim: Claim) -> Archive:
+    """Return the archive of a claim in a folder; UserError if there is none."""
+    paths = find_archives(folder)
+    if not paths:
+        raise UserError(f"--from: '{folder}' holds no archive of runs")
+    for path in paths:
+        if path.name.startswith(f"{claim.folder_name}."):
+            return read_archive(path)
+    names = ", ".join(path.name.partition(".")[0] for path in paths[:4])
+    raise UserError(f"--from: '{folder}' has no runs of {claim.folder_name}; it has {names}")
+
+
+def machine_words(archive: Archive, given: Mapping[str, Any]) -> list[str]:
+    """Return the settings of the published runs that this machine might choose otherwise.
+
+    With them another type of CPU plans the same runs, and those that are published count.
+    """
+    arms = [arm for look in archive.looks.values() for arm in look["manifest"]["arms"].values()]
+    words = []
+    for key in _MACHINE_KEYS:
+        values = {str(arm["config"][key]).lower() for arm in arms}
+        if len(values) == 1 and key not in given:
+            words.append(f"{key}={values.pop()}")
+    device = {str(arm["facts"]["device"]) for arm in arms}
+    if len(device) == 1 and "device" not in given:
+        words.append(f"device={device.pop()}")
+    return words
+
+
+def count_published(archive: Archive, manifest: Manifest) -> int:
+    """Return how many published runs are of this plan; UserError if none is."""
+    count = sum(_is_planned(manifest, id, run) for id, run in archive.runs.items())
+    if not count:
+        raise UserError(
+            f"--from: none of the {len(archive.runs)} published runs is one of this plan:"
+            f" {_explain(archive, manifest)}"
+        )
+    return count
+
+
+def add_runs(archive: Archive, manifest: Manifest) -> None:
+    """Write the published runs of a plan into its folder of runs, unless they are done there."""
+    for id, run in archive.runs.items():
+        if not _is_planned(manifest, id, run):
+            continue
+        arm = manifest.arms[run["arm"]]
+        planned = arm.run(run["changes"], tuning=run["tuning"])
+        target = Run(manifest.out, planned.label, planned.id)
+        if (target.result or {}).get("status") in ("done", "diverged"):
+            continue
+        try:
+            with target.hold_lease(), tempfile.TemporaryDirectory() as temporary:
+                target.restart()  # what was begun here is kept in attempts/
+                folder = Path(temporary)
+                write_run(archive, run, arm, planned, folder)
+                names = sorted((path.name for path in folder.iterdir()), key=_RESULT.__eq__)
+                for name in names:
+                    write_atomic(target.folder / name, read_file(folder / name))
+        except AlreadyRunning:
+            continue  # it is trained now
+
+
+def _is_planned(manifest: Manifest, id: str, run: Fields) -> bool:
+    arm = manifest.arms.get(run["arm"])
+    return arm is not None and arm.run(run["changes"], tuning=run["tuning"]).id == id
+
+
+def _explain(archive: Archive, manifest: Manifest) -> str:
+    """Return the first setting in which a published arm differs from the plan's."""
+    for look in archive.looks.values():
+        for name, published in look["manifest"]["arms"].items():
+            if (arm := manifest.arms.get(name)) is None:
+                continue
+            if look["manifest"]["numerics"] != (
+                numerics := identity(arm.config, **arm.facts)["numerics"]
+            ):
+                return f"its numbers are of version {look['manifest']['numerics']}, now {numerics}"
+            for key, value in arm.facts.items():
+                if published["facts"].get(key) != value:
+                    return f"{key} is {published['facts'].get(key)} there, and {value} here"
+    return "their arms differ"

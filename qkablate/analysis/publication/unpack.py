@@ -1,0 +1,143 @@
+"""Archives as folders of runs, sweeps and claims, which every command reads as it reads others.
+
+They are kept in the user's cache, by the content of the archives.
+"""
+
+import dataclasses
+import json
+import os
+import secrets
+import shutil
+from collections.abc import Iterable, Mapping
+from contextlib import suppress
+from pathlib import Path
+
+from qkablate import __version__
+from qkablate.analysis.claims.registry import FILE as CLAIM_FILE
+from qkablate.analysis.claims.registry import Registration, read_registration
+from qkablate.analysis.publication.archive import (
+    FORMAT,
+    Archive,
+    Fields,
+    find_archives,
+    read_archive,
+    unpack_curve,
+)
+from qkablate.analysis.publication.publish import mean_document_losses
+from qkablate.disk import link_atomic, read_file
+from qkablate.errors import UserError
+from qkablate.runs.document_losses import DocumentLossesHeader, write_document_losses
+from qkablate.runs.records import encode_row, sha256
+from qkablate.runs.run import NUMERICS, identity
+from qkablate.strict_json import hash_json
+from qkablate.sweeps.planning.manifest import MANIFEST_FILE, Arm, SweepRun, read_manifest
+from qkablate.sweeps.running.solo_results import FILE as SOLO_FILE
+
+
+def open_archives(word: str | Path) -> Path | None:
+    """Return the folder with the unpacked archives that a word names; None if it names none."""
+    paths = find_archives(word)
+    return unpack_archives(paths) if paths else None
+
+
+def unpack_archives(paths: Iterable[Path]) -> Path:
+    """Return a folder in the user's cache with the runs, sweeps and claims of some archives."""
+    paths = list(paths)
+    archives = [read_archive(path) for path in paths]
+    digests = sorted(sha256(read_file(path)) for path in paths)
+    key = sha256(json.dumps([FORMAT, __version__, digests]).encode())[:24]
+    folder = archive_cache() / key
+    if not folder.is_dir():
+        temporary = folder.with_name(f"{key}.{secrets.token_hex(4)}.tmp")
+        try:
+            temporary.mkdir(parents=True)
+            for archive in archives:
+                write_archive(archive, temporary)
+            with suppress(FileExistsError, OSError):  # another process was faster
+                temporary.rename(folder)
+        except OSError as error:
+            if not folder.is_dir():
+                raise UserError(
+                    f"'{folder.parent}' cannot be written: {error.strerror}; XDG_CACHE_HOME names"
+                    " another cache"
+                ) from None
+        finally:
+            shutil.rmtree(temporary, ignore_errors=True)
+    return folder
+
+
+def unpacked_claims(folder: Path) -> list[Registration]:
+    """Return the claims of unpacked archives, by name."""
+    paths = sorted((folder / "claims").glob(f"*/{CLAIM_FILE}"))
+    return [read_registration(path.parent) for path in paths]
+
+
+def archive_cache() -> Path:
+    """Return the folder of unpacked archives in the user's cache."""
+    base = os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")
+    return Path(base) / "qkablate" / "archives"
+
+
+def write_archive(archive: Archive, out: Path) -> None:
+    """Write the claim, its sweeps and its runs into a folder of outputs."""
+    arms: dict[str, Arm] = {}
+    registered = out / "claims" / archive.name
+    registered.mkdir(parents=True, exist_ok=True)
+    _write_json(registered / CLAIM_FILE, archive.registration)
+    for n, look in archive.looks.items():
+        manifest = look["manifest"]
+        sweep = out / "sweeps" / f"{manifest['name']}-{manifest['id']}"
+        sweep.mkdir(parents=True, exist_ok=True)
+        _write_json(sweep / MANIFEST_FILE, manifest | {"sha256": hash_json(manifest)})
+        own = read_manifest(sweep).arms
+        if manifest["numerics"] != NUMERICS:  # ids are today's, by which the runs are found
+            runs = [r | {"id": plan_run(archive, r, own).id} for r in manifest["runs"]]
+            renamed = manifest | {"runs": runs}
+            _write_json(sweep / MANIFEST_FILE, renamed | {"sha256": hash_json(renamed)})
+        if look["solo"] is not None:
+            _write_json(sweep / SOLO_FILE, look["solo"])
+        arms |= own
+        link_atomic(registered / f"n{int(n)}", sweep)
+    is_of_today = all(look["manifest"]["numerics"] == NUMERICS for look in archive.looks.values())
+    for id, run in archive.runs.items():
+        planned = plan_run(archive, run, arms)
+        if is_of_today and planned.id != id:
+            raise UserError(f"{archive.name}: run {id} does not have the settings of its id")
+        write_run(archive, run, arms[run["arm"]], planned, out / "runs" / planned.name)
+
+
+def plan_run(archive: Archive, run: Fields, arms: Mapping[str, Arm]) -> SweepRun:
+    """Return a run of an archive as its arm plans it today; UserError if there is no such arm."""
+    if run["arm"] not in arms:
+        raise UserError(f"{archive.name}: a run is of no arm of its sweeps")
+    return arms[run["arm"]].run(run["changes"], tuning=run["tuning"])
+
+
+def write_run(archive: Archive, run: Fields, arm: Arm, planned: SweepRun, folder: Path) -> None:
+    """Write the files of a published run into a folder, the result last."""
+    config = arm.config_of(run["changes"], tuning=run["tuning"])
+    folder.mkdir(parents=True, exist_ok=True)
+    content = {**dataclasses.asdict(config), "id": planned.id}
+    _write_json(folder / "config.yaml", content | {"identity": identity(config, **arm.facts)})
+    if (environment := archive.environments.get(run["environment"] or "")) is not None:
+        _write_json(folder / "environment.json", environment)
+    if "val" in run:
+        rows = [("val/loss", unpack_curve(run["val"])), ("train/loss", unpack_curve(run["train"]))]
+        per_step = arm.tokens // int(config.train.steps)
+        (folder / "metrics.jsonl").write_bytes(
+            b"".join(
+                encode_row({"step": tokens // per_step, "tokens": tokens, name: loss}) + b"\n"
+                for name, curve in rows
+                for tokens, loss in curve.items()
+            )
+        )
+    result = {"id": planned.id, "label": planned.label, **run["result"]}
+    result |= {"published": archive.name}
+    if result["status"] == "done" and (found := mean_document_losses(archive, run)) is not None:
+        header = DocumentLossesHeader(planned.id, str(result.get("data_fingerprint")))
+        write_document_losses(folder, header, *found)
+    _write_json(folder / "result.json", result | {"sha256": hash_json(result)})
+
+
+def _write_json(path: Path, content: Fields) -> None:
+    path.write_text(json.dumps(content, ensure_ascii=False) + "\n", encoding="utf-8")

@@ -1,0 +1,76 @@
+"""`qkablate publish`: the runs of claims as small files that anyone can read and add to."""
+
+from pathlib import Path
+
+from qkablate.cli.arguments import Parser, take_out
+from qkablate.cli.names import find_by_name
+from qkablate.errors import UserError
+from qkablate.table import format_bytes, format_count, print_next_commands, print_text
+
+FOLDER = "docs/study/results"
+
+HELP = """qkablate publish: the runs of claims as files that anyone can read and add to.
+
+Usage: qkablate publish CLAIM … [-o FOLDER] [out=FOLDER]
+
+Writes one archive for each claim, <name>-<scale>-<hash>.json.gz, with
+SHA256SUMS: the claim as it was registered, and of every run that has ended,
+those of tuning too, its id, settings, result, and the CPU, versions and commit. Of the final
+runs it keeps the curves of the loss, 64 readings at most, and the losses by
+document, summed over the runs of an arm. Checkpoints, predictions, diagnostics
+and attention maps are left out.
+
+An archive that exists is added to: publish again as runs end, also from other
+machines. A run that is published with other figures is refused. The same runs
+give the same bytes.
+
+Examples
+  qkablate publish one_head              into docs/study/results
+  qkablate publish one_head -o shared
+  qkablate results shared                archives are read like sweeps
+  qkablate report shared -o shared.html
+  qkablate claim show one_head out=shared
+  qkablate claim run one_head --from shared    train only what is missing there
+
+Flags
+{flags}
+
+Exit codes: 0 published · 2 a run has other figures than the published one, or a
+mistake in the command
+"""
+PARSER = Parser(HELP, ("claim",), ("out=",))
+PARSER.option("-o", "FOLDER", f"where the archives are; the default is {FOLDER}")
+
+
+def main(argv: list[str]) -> int:
+    """Publish the runs of some claims."""
+    args = PARSER.parse(argv)
+    words, out = take_out(args.words)
+    if not words:
+        raise UserError("give a claim that has been run: qkablate publish NAME …")
+    folder = Path(args.o or FOLDER).expanduser()
+    if folder.exists() and not folder.is_dir():
+        raise UserError(f"-o: '{folder}' is not a folder")
+
+    from qkablate.analysis.claims.registry import (
+        find_registrations,
+        read_registration,
+        registered_names,
+    )
+    from qkablate.analysis.publication.publish import publish
+
+    named = []
+    for word in words:
+        if word in registered_names(out):
+            named += find_registrations(out, word)
+        else:
+            named.append(read_registration(find_by_name(word, out, ("claim",))[1]))
+    for registration in {entry.folder: entry for entry in named}.values():
+        try:
+            path, runs, new = publish(registration, folder)
+        except OSError as error:
+            raise UserError(f"-o: '{folder}' cannot be written: {error.strerror}") from None
+        size = format_bytes(path.stat().st_size)
+        print_text(f"{path}  {size}, {format_count(runs, 'run')}, {new:,} of them new")
+    print_next_commands(["report", str(folder)])
+    return 0

@@ -1,0 +1,1 @@
+"""Runs that differ in seed and learning rate, trained as one vmapped program."""

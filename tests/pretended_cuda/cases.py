@@ -1,0 +1,129 @@
+"""The traced runs: a table whose rows cover every pair of settings that there can be."""
+
+import itertools
+import math
+import random
+from typing import NamedTuple
+
+# Precisions, and the capability of the GPU.
+PRECISIONS = {
+    "bf16": ("bf16", (9, 0)),
+    "fp16": ("fp16", (9, 0)),
+    "fp16-sm75": ("fp16", (7, 5)),
+    "fp32": ("fp32", (9, 0)),
+}
+POSITIONS = ("learned", "rope", "alibi")
+
+
+class Case(NamedTuple):
+    """One run."""
+
+    variant: str
+    precision: str  # a key of PRECISIONS
+    kernel: str = "auto"  # "static" is chosen where it is possible
+    position: str = "learned"
+    dropout: float = 0.0
+    recompute: bool = False
+    blocks: bool = False  # the loss is computed in blocks
+    words: str = ""
+    kept: float = math.inf  # see _TABLE
+
+    @property
+    def kept_bytes(self) -> float:
+        """The most that a block of a text's model keeps: of two windows of 256, 64 wide."""
+        return self.kept * 2 * 256 * 64 * 4
+
+    @property
+    def settings(self) -> dict[str, str]:
+        """The words of the run."""
+        return {
+            "variant": self.variant,
+            "precision": PRECISIONS[self.precision][0],
+            "attention.kernel": "auto" if self.kernel == "static" else self.kernel,
+            "model.position": self.position,
+            "model.dropout": str(self.dropout),
+            "train.checkpoint_activations": str(self.recompute).lower(),
+            **dict(word.split("=", 1) for word in self.words.split()),
+        }
+
+    @property
+    def pairs(self) -> set[tuple[object, ...]]:
+        """Pairs of settings, each with its place."""
+        return {*itertools.combinations(enumerate(self[1:7]), 2)}
+
+
+# The last number bounds what a block keeps for the backward pass, in fp32 streams of d_model.
+_TABLE = """
+standard fp16 flash learned dropout recompute blocks 1.5
+collaborative bf16 math learned 39
+four_matrix bf16 folded learned dropout blocks 45
+four_ov fp32 folded learned recompute blocks 1.5
+gqa fp16 folded alibi blocks 38
+low_rank_w fp32 folded alibi dropout 57
+merged_ov fp16-sm75 efficient learned dropout blocks 16
+merged_w fp32 blocked learned blocks 31
+mqa bf16 blocked alibi recompute 1.5
+no_k fp32 efficient learned dropout recompute 1.5
+no_o bf16 folded learned blocks 38
+no_q bf16 folded alibi recompute blocks 1.5
+no_qk fp32 math learned dropout recompute blocks 1.5
+no_v bf16 efficient alibi dropout 17
+no_vo bf16 blocked alibi 27
+qk_norm fp16 efficient rope recompute blocks 1.5
+shared_qk fp16-sm75 blocked alibi 27
+shared_qk_reformer fp16-sm75 math rope dropout 35
+six_matrix fp16 folded alibi 41
+standard_reassociated fp16-sm75 folded alibi recompute blocks 1.5
+static_scores bf16 static learned blocks 23
+static_scores fp16-sm75 static alibi 23
+sym_diag bf16 blocked rope recompute 1.5
+sym_pairwise fp16 blocked rope recompute blocks 1.5
+symmetric_w fp16 flash learned dropout 20
+tied_kv bf16 flash rope recompute blocks 1.5
+tied_qkv fp16 math alibi blocks 20
+uniform fp32 static alibi dropout recompute 1.5
+uniform fp16 static learned recompute blocks 1.5
+wide_qk fp32 folded rope dropout 66
+"""
+_REVERSE = "data=reverse model.context=8 data.copy_length=8"
+FORMS = [
+    Case("merged_w", "bf16", words=f"{_REVERSE} model.form=encoder"),
+    Case("gqa", "fp16-sm75", words=f"{_REVERSE} model.form=encoder_decoder"),
+    Case(
+        "qk_norm", "bf16", words=f"{_REVERSE} model.form=encoder_decoder model.encoder_d_model=32"
+    ),
+    Case("standard", "bf16", words="model.form=encoder data.objective=mlm"),
+]
+# Pairs of a kernel and a setting that the kernel does not support.
+IMPOSSIBLE = {
+    ("fp16-sm75", "flash"),
+    ("fp32", "flash"),
+    ("blocked", 0.1),
+    ("flash", "alibi"),
+    ("static", "rope"),
+}
+
+
+def _parse(row: str) -> Case:
+    variant, precision, kernel, position, *flags, kept = row.split()
+    return Case(
+        variant,
+        precision,
+        kernel,
+        position,
+        dropout=0.1 if "dropout" in flags else 0.0,
+        recompute="recompute" in flags,
+        blocks="blocks" in flags,
+        kept=float(kept),
+    )
+
+
+CASES = [_parse(row) for row in _TABLE.strip().splitlines()]
+
+
+def product(variants: list[str], share: float) -> list[Case]:
+    """Return a share of all combinations with the kernels that are chosen for them."""
+    flags = (False, True)
+    each = itertools.product(variants, PRECISIONS, ("auto",), POSITIONS, (0.0, 0.1), flags, flags)
+    every = [Case(*values) for values in each]
+    return random.Random(0).sample(every, round(share * len(every)))

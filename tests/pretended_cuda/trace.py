@@ -1,0 +1,215 @@
+"""A run on the pretended device: the loop as it is, with what it launches and waits for."""
+
+import tempfile
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor, unset_fake_temporarily
+from torch.utils._pytree import tree_map
+
+from qkablate.compose.configs import make_config, open_hydra
+from qkablate.data import Data
+from qkablate.models import blocked_loss
+from qkablate.models.base import Model
+from qkablate.training import checkpoint, loop
+from qkablate.training.checkpoint import Checkpoint
+from qkablate.training.recorders import evaluation
+from qkablate.training.recorders.checkpoint_writer import CheckpointWriter
+from qkablate.training.resolve import RunPlan, plan_run
+from tests.pretended_cuda import watch
+from tests.pretended_cuda.device import pretended_cuda, storage
+
+STEPS = 2
+WORDS = {
+    "device": "cuda",
+    "compile": "false",
+    "threads": "1",
+    "tracking.wandb": "disabled",
+    "tracking.log_every": "2",
+    "diagnostics.every": "0",
+    "train.steps": str(STEPS),
+    "train.batch_size": "2",
+    "train.eval_every": "1000",
+    "train.checkpoint_every": "1000",
+    "data.val_tokens": "2048",
+    "data.test_tokens": "2048",
+    "model.layers": "1",
+    "model.d_model": "64",
+    "model.heads": "4",
+    "model.context": "256",
+}
+
+
+class Lazy:
+    """Data that is read with values, though the device has none."""
+
+    def __init__(self, data: Data) -> None:
+        self._data = data
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._data, name)
+
+    def batches(self, **options: Any) -> "Lazy":
+        with unset_fake_temporarily():
+            return Lazy(self._data.batches(**options))  # type: ignore[arg-type]
+
+    def step(self, step: int) -> Any:
+        with unset_fake_temporarily():
+            return self._data.step(step)  # type: ignore[union-attr]
+
+    def sample(self, *args: Any, **options: Any) -> Any:
+        with unset_fake_temporarily():
+            return self._data.sample(*args, **options)
+
+    def split_batches(self, *args: Any, **options: Any) -> Iterator[Any]:
+        with unset_fake_temporarily():
+            batches = list(self._data.split_batches(*args, **options))
+        yield from batches
+
+
+@contextmanager
+def in_phase(watched: watch.Watch, name: str) -> Iterator[None]:
+    """Count what happens in the context for a phase."""
+    before, watched.phase = watched.phase, name
+    try:
+        yield
+    finally:
+        watched.phase = before
+
+
+def phase(watched: watch.Watch, name: str, function: Callable[..., Any]) -> Callable[..., Any]:
+    """Return the function, which counts for a phase."""
+
+    def counted(*args: Any, **options: Any) -> Any:
+        with in_phase(watched, name):
+            return function(*args, **options)
+
+    return counted
+
+
+class Kept:
+    """Bytes that the first block keeps for the backward pass: the most of all steps."""
+
+    def __init__(self, model: Model) -> None:
+        self._passes: list[dict[int, int]] = [{}]  # of each forward pass, by storage
+        self._is_inside = False
+        self._weights = {storage(weight) for weight in model.parameters()}
+        block = model.sharding_units()[0]  # type: ignore[index]
+        block.register_forward_pre_hook(lambda *_: self._enter())
+        block.register_forward_hook(lambda *_: self._leave())
+
+    def _enter(self) -> None:
+        self._is_inside = True
+        self._passes.append({})
+
+    def _leave(self) -> None:
+        self._is_inside = False
+
+    def pack(self, tensor: Tensor) -> Tensor:
+        """Count a tensor that is saved."""
+        if self._is_inside and tensor.device.type == "cuda":
+            number = storage(tensor)
+            if number not in self._weights:
+                self._passes[-1][number] = tensor.untyped_storage().nbytes()
+        return tensor
+
+    @property
+    def bytes(self) -> int:
+        return max(sum(storages.values()) for storages in self._passes)
+
+
+def write(state: Checkpoint) -> int:
+    """Write a checkpoint with zeros for the values that there are not; return its step, read."""
+
+    def fill(leaf: Any) -> Any:
+        if isinstance(leaf, FakeTensor):
+            assert leaf.device.type == "cpu", "a checkpoint on the device"
+            return torch.zeros(leaf.shape, dtype=leaf.dtype)
+        return leaf
+
+    with unset_fake_temporarily(), tempfile.TemporaryDirectory() as folder:
+        weights, saved = tree_map(fill, (state.weights, state.state))
+        path = checkpoint.save(Path(folder), Checkpoint(state.progress, weights, saved))
+        return checkpoint.load(path, "cpu").progress.step
+
+
+def trace(
+    words: dict[str, str], capability: tuple[int, int], blocks: bool, folder: Path
+) -> dict[str, Any]:
+    """Train, evaluate and write a checkpoint; return what was noticed."""
+    text = folder / "corpus.txt"
+    if not text.exists():
+        text.write_text("the cat sat on the mat, and saw two dogs\n" * 400, encoding="utf-8")
+    given = WORDS | {"out": str(folder / "out"), "data.cache": str(folder / "cache")}
+    given |= {"data": "text", "data.path": str(text)} if "data" not in words else {}
+    whole = given | words
+    if whole["data"] != "text":
+        whole["data.cache"] = "null"
+    loop.WARM_UP = 0  # no step is waited for to measure the speed
+    evaluation.EVAL_TOKENS["cuda"] = evaluation.EVAL_NUMBERS = 1024  # several batches
+    blocked_loss.LOGITS_PER_BLOCK = 2**15 if blocks else 2**25
+    with pretended_cuda(capability):
+        with unset_fake_temporarily(), open_hydra():
+            plan = plan_run(make_config(whole))
+        return _train(plan)
+
+
+def build_on_cuda(plan: RunPlan) -> Model:
+    """Return the model on the device; `Module.to` cannot move what has no values."""
+    with unset_fake_temporarily():
+        model = plan.build()
+    for module in model.modules():
+        kinds: list[dict[str, Any]] = [module._parameters, module._buffers]
+        for tensors in kinds:
+            for name, tensor in tensors.items():
+                if tensor is not None:
+                    moved: Tensor = torch.empty(tensor.shape, dtype=tensor.dtype, device="cuda")
+                    is_weight = isinstance(tensor, torch.nn.Parameter)
+                    tensors[name] = torch.nn.Parameter(moved) if is_weight else moved
+    return model
+
+
+def _train(plan: RunPlan) -> dict[str, Any]:
+    object.__setattr__(plan, "data", Lazy(plan.data))
+    rows: list[dict[str, Any]] = []
+    written: list[int] = []
+
+    class Rows:
+        def log(self, row: dict[str, Any]) -> None:
+            rows.append(row)
+
+    watched = watch.Watch()
+    with watched:
+        model = build_on_cuda(plan)
+        checkpoints = CheckpointWriter("cuda", lambda state: written.append(write(state)))
+        trainer = loop.Trainer(
+            plan,
+            model,
+            None,
+            sinks=[Rows()],
+            save=checkpoints.save,
+        )
+        trainer._step = phase(watched, "step", trainer._step)  # type: ignore[method-assign]
+        trainer._log_training = phase(watched, "log", trainer._log_training)  # type: ignore[method-assign]
+        trainer.evaluate = phase(watched, "evaluate", trainer.evaluate)  # type: ignore[method-assign]
+        trainer.checkpoint = phase(watched, "checkpoint", trainer.checkpoint)  # type: ignore[method-assign]
+        watched.phase = "loop"
+        kept = Kept(model)
+        with torch.autograd.graph.saved_tensors_hooks(kept.pack, lambda saved: saved):
+            trainer.fit()
+        checkpoints.wait()
+    return {
+        "kinds": ["reads", "uploads", "waits", "wide"],
+        "kernel": model.kernel,
+        "rows": [sorted(row) for row in rows],
+        "written": written,
+        "kept": kept.bytes,
+        "reads": {name: dict(events) for name, events in watched.reads.items()},
+        "uploads": {name: dict(events) for name, events in watched.uploads.items()},
+        "waits": {name: dict(events) for name, events in watched.waits.items()},
+        "wide": {name: dict(events) for name, events in watched.wide.items()},
+    }
