@@ -41,12 +41,8 @@ class TrainStep:
                 ranks.shard_optimizer_state(resumed.state["optimizer"], self.optimizer)
             )
             self.scaler.load_state_dict(resumed.state["scaler"])
-        # dynamic=False: otherwise the first compilation decides about later ones, and a resumed
-        # run would compute in another way than an uninterrupted one.
-        self.loss, self.loss_and_hits = model.loss, model.loss_and_hits
-        if config.compile:
-            self.loss = torch.compile(model.loss, dynamic=False)
-            self.loss_and_hits = torch.compile(model.loss_and_hits, dynamic=False)
+        self.loss = hardware.compile_loss(model.loss, config, graphs=True)
+        self.loss_and_hits = hardware.compile_loss(model.loss_and_hits, config)
         self.training_loss = ranks.data_parallel(model, self.loss)
         batches = batch_reader(config, plan.data)
         self.feed = Feed(lambda step: ranks.shard(weigh(batches(step))), self.device)

@@ -5,6 +5,7 @@ from collections.abc import Collection, Mapping
 from typing import Any
 
 from qkablate.config import EngineConfig
+from qkablate.config.variant import mlp_units
 from qkablate.screen import PLAIN, Screen
 from qkablate.sweeps.planning.estimate import RunEstimate, estimate_sweep
 from qkablate.sweeps.planning.manifest import Arm, Manifest
@@ -122,7 +123,7 @@ def _format_arms(manifest: Manifest, estimates: Estimates | None, screen: Screen
         cells = [
             *(_title(arm), f"{arm.params:,}", f"{arm.total_params:,}", _mismatch(arm, manifest)),
             *[f"{model.d_model:,}"] * is_moved,
-            *(f"{round(model.mlp_ratio * model.d_model):,}", format_short(arm.flops)),
+            *(f"{mlp_units(model):,}", format_short(arm.flops)),
             f"{counts[arm.name]}{finals}",
         ]
         if estimates is not None:

@@ -80,6 +80,11 @@ class Ranks:
                 f"device: {config.device} is one device, and there are {self.count} processes"
                 " (allowed: auto, cpu, cuda)"
             )
+        if config.compile == "graphs":
+            raise UserError(
+                "compile: graphs needs one process, since graphs hold no communication (allowed:"
+                " auto, true, false)"
+            )
         if config.train.fsdp and config.compile is True:
             raise UserError("train.fsdp: true needs compile=false")
         threads = config.threads

@@ -1,4 +1,4 @@
-"""Processes that train several runs as one vmapped program."""
+"""The process of one run or of several as one vmapped program, beside others on its machine."""
 
 import json
 import os
@@ -13,6 +13,7 @@ from qkablate.runs.run import Run
 from qkablate.sweeps.engines.base import Engine, RunExit, RunTask
 from qkablate.sweeps.running.launcher import Launcher
 from qkablate.sweeps.running.progress_table import ProgressTable
+from qkablate.sweeps.running.worker import limit_compilers
 from qkablate.training.resolve import plan_run
 from qkablate.training.vmapped.program import Member, train_program
 from tests.sweeps.run_checks import assert_same, final_state, results, status, wait_for_progress
@@ -175,3 +176,16 @@ def test_task_of_several_runs_is_one_line(plan_grid, tmp_path):
     task = RunTask(first.id, first.folder, first.config, 1, retry=False, others=(second,))
     assert "\n" not in task.to_json()
     assert RunTask.from_json(task.to_json()) == task
+
+
+@pytest.mark.parametrize(
+    ("cores", "packed", "compilers"), [(64, 1, 8), (64, 16, 4), (2, 2, 1), (2, 8, 1), (12, 0, 8)]
+)
+def test_run_compiles_with_its_share_of_the_cores(monkeypatch, cores, packed, compilers):
+    monkeypatch.setenv("TORCHINDUCTOR_COMPILE_THREADS", "3")
+    limit_compilers(packed)
+    assert os.environ["TORCHINDUCTOR_COMPILE_THREADS"] == "3"  # the user's
+    monkeypatch.delenv("TORCHINDUCTOR_COMPILE_THREADS")
+    monkeypatch.setattr("qkablate.sweeps.running.worker.count_cores", lambda: cores)
+    limit_compilers(packed)
+    assert os.environ["TORCHINDUCTOR_COMPILE_THREADS"] == str(compilers)
