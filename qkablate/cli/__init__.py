@@ -19,6 +19,7 @@ VERBS = {
     "compare": "show two runs side by side",
     "claim": "register a hypothesis before its runs, and judge it by them",
     "publish": "write the runs of claims as small files to share",
+    "reproduce": "train published claims again: do they agree?",
     "data": "list, prepare, describe and show data sets",
     "sample": "generate text with a trained run, translate, or answer",
     "inspect": "measure circuits and attention of a run, head by head",

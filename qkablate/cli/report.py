@@ -1,11 +1,12 @@
 """`qkablate report`: the results of runs as one HTML page, as charts, or as text."""
 
 import os
+from argparse import Namespace
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from qkablate.cli.arguments import Parser, margin, one_of, out_words, take_out
+from qkablate.cli.arguments import Parser, folder, margin, one_of, out_words, take_out
 from qkablate.cli.names import KINDS, Source, find_sources
 from qkablate.disk import replace_file
 from qkablate.errors import UserError, not_one_of, sanitize
@@ -17,6 +18,7 @@ HELP = """qkablate report: the results of runs, as a page to read and to send.
 
 Usage: qkablate report [SWEEP | RUN | CLAIM …] [-o FILE]
                        [--format html|md|png|svg] [--margin NATS] [out=FOLDER]
+       qkablate report --study FOLDER
 
 Each argument is a folder, or the beginning of a name or id; the default is the
 newest sweep or, where there is none, every run. Each sweep and each claim is a
@@ -31,6 +33,10 @@ Examples
   qkablate report outputs/runs/standard-*   these runs, paired where possible
   qkablate report docs/study/results     published runs, a section each claim
   qkablate report quick --margin 0.01    and which arms are not worse by 0.01
+
+With --study, the page and the pictures of a study are written into its folder,
+from the archives in FOLDER/results (qkablate publish) and from nothing else:
+index.md, answers.txt (a table for a README) and SVGs, light and dark.
 
 The page is self-contained, its charts included: it opens from disk and needs no
 network. It states how much is missing where runs are not done.
@@ -53,12 +59,17 @@ def _convert_format(text: str) -> str:
 PARSER = Parser(HELP, KINDS, (*FORMATS, "out="))
 PARSER.option("-o", "FILE", "the file to write; its extension may name the format")
 PARSER.option("--format", "|".join(FORMATS), "output format", _convert_format)
+PARSER.option(
+    "--study", "FOLDER", "write the page of a study from its published runs: docs/study", folder
+)
 PARSER.option("--margin", "NATS", "as in `qkablate results`", margin)
 
 
 def main(argv: list[str]) -> int:
     """Write a report."""
     args = PARSER.parse(argv)
+    if args.study is not None:
+        return _write_study(args)
     form = _choose_format(args.format, args.o)
     words, out = take_out(args.words)
     sources = find_sources(words, out)
@@ -85,6 +96,21 @@ def main(argv: list[str]) -> int:
         commands.insert(0, ["report", *words, *out_words(out), *options, "--format", "svg"])
     if commands:
         print_next_commands(*commands[:2])
+    return 0
+
+
+def _write_study(args: Namespace) -> int:
+    if args.words or any(value is not None for value in (args.o, args.format, args.margin)):
+        raise UserError("--study takes nothing beside it: it writes what is in its folder")
+    from qkablate.report.study.page import PAGE, SNIPPET, write_study
+
+    try:
+        written = write_study(Path(args.study))
+    except OSError as error:
+        raise UserError(f"--study: '{args.study}' cannot be written: {error.strerror}") from None
+    texts = [path for path in written if path.name in (PAGE, SNIPPET)]
+    print(sanitize("\n".join(map(str, texts))))
+    print(f"and {format_count(len(written) - len(texts), 'picture')}")
     return 0
 
 

@@ -97,6 +97,12 @@ def use_light_colors(text: str) -> str:
     return re.sub(r"var\(--(\w+)\)", lambda match: LIGHT.get(match[1], match[0]), text)
 
 
+def darken(text: str) -> str:
+    """Replace the colors of the light theme with those of the dark one."""
+    dark = {light: DARK[name] for name, light in LIGHT.items()}
+    return re.sub(r"#[0-9a-f]{6}", lambda match: dark.get(match[0], match[0]), text)
+
+
 def to_css(colors: dict[str, str]) -> str:
     """Return colors as declarations of CSS variables."""
     return ";".join(f"--{name}:{color}" for name, color in colors.items())

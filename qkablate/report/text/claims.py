@@ -107,7 +107,7 @@ def format_judgement(judgement: Judgement, screen: Screen = PLAIN) -> list[str]:
     head, rows = make_part_table(judgement)
     table = format_table(head, [[*map(sanitize, row)] for row in rows], screen=screen)
     text += ["", *table, "", *lines(*(f"  {line}" for line in format_details(judgement)))]
-    text += ["", screen.paint("audit", "bold"), *lines(*_audit(judgement.parts))]
+    text += ["", screen.paint("audit", "bold"), *lines(*format_audit(judgement.parts))]
     text += lines(*(line for needs in format_seeds_needed(judgement) for line in ("", needs)))
     assert judgement.study.manifest is not None  # claims are judged by sweeps
     return [*text, *lines("", f"runs  {judgement.study.manifest.folder}")]
@@ -215,7 +215,7 @@ def _format_more_seeds(needed: SeedsNeeded | None, sample: Sample) -> str:
     )
 
 
-def _audit(judged_parts: list[PartJudgement]) -> list[str]:
+def format_audit(judged_parts: list[PartJudgement]) -> list[str]:
     """Return every check once, with its parts unless it applies to all."""
     groups = group_checks((part.part.name, c) for part in judged_parts for c in part.checks)
     return [

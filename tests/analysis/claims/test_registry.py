@@ -10,6 +10,7 @@ import pytest
 
 from qkablate.analysis.claims.parse import load_claim, parse_claim
 from qkablate.analysis.claims.registry import (
+    STATISTICS,
     claim_grid,
     describe_changes,
     edits_since,
@@ -391,3 +392,23 @@ def test_order_of_keys_in_a_file_makes_no_other_sweep(world):
         given, words = claim_grid(one, 2)
         ids.append((one.hash, world(*words, grid=given).manifest.id))
     assert ids[0] == ids[1]
+
+
+def test_registration_tells_its_statistics(tmp_path):
+    """Those of the time before they were recorded are the first."""
+    folder = register_claim(claim(), str(tmp_path)).folder
+    assert read_registration(folder).statistics == STATISTICS
+    content = json.loads((folder / "claim.json").read_text())
+    del content["statistics"]
+    write_json(folder / "claim.json", content)
+    assert read_registration(folder).statistics == 1
+
+
+def test_published_registration_keeps_its_time_and_statistics(tmp_path):
+    published = {"registered": "2026-01-01", "statistics": 1, "earlier": ["ab"]}
+    content = json.loads(
+        (register_claim(claim(), str(tmp_path / "a")).folder / "claim.json").read_text()
+    )
+    copied = register_claim(claim(), str(tmp_path / "b"), content | published)
+    assert (copied.when, copied.statistics) == ("2026-01-01", 1)
+    assert copied.earlier == {"ab"}

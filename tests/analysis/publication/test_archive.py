@@ -8,7 +8,6 @@ import pytest
 from qkablate.analysis.publication.archive import (
     CHECKSUMS,
     MAX_READINGS,
-    Archive,
     find_archives,
     pack_curve,
     read_archive,
@@ -16,26 +15,7 @@ from qkablate.analysis.publication.archive import (
     unpack_curve,
 )
 from qkablate.errors import UserError
-
-HASH = "0123456789abcdef" * 4
-
-
-def make_run(loss, seed=1, **fields):
-    result = {"status": "done", "loss": {"val": loss, "test": loss + 0.5}, "steps": 8, "empty": {}}
-    changes = {"seed": seed, "optim.lr": 0.001}
-    return {
-        "arm": "no_q-d16",
-        "tuning": False,
-        "changes": changes,
-        "environment": None,
-        "result": result | fields,
-    }
-
-
-def make_archive(runs, registered="2026-01-01", **fields):
-    registration = {"claim": {"name": "mine", "scale": "small"}, "hash": HASH}
-    look = {"manifest": {"name": "claim-mine", "id": "aa"}, "solo": None}
-    return Archive(registration | {"registered": registered}, {"3": look}, runs=runs, **fields)
+from tests.analysis.publication.made_up import HASH, make_archive, make_run
 
 
 def test_archive_returns_its_runs(tmp_path):

@@ -1,0 +1,144 @@
+"""Agreement of published runs with others: part by part of a claim, and run by run."""
+
+import hashlib
+import math
+import statistics
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from scipy import stats
+
+from qkablate.analysis.claims.judgement import Judgement, PartJudgement
+from qkablate.analysis.publication.archive import Archive, Fields
+from qkablate.analysis.publication.publish import document_group
+from qkablate.analysis.stats import ALPHA, Interval, Sample
+from qkablate.config import Config
+from qkablate.errors import UserError
+from qkablate.sweeps.planning.manifest import Arm
+
+# Standard deviations of the difference of two runs with other rounding, within which they agree.
+_TOLERANCE = 3 * math.sqrt(2)
+_SAME = ("cpu", "torch", "threads")
+
+
+@dataclass(frozen=True)
+class PartAgreement:
+    """One part of a claim, as published and as reproduced."""
+
+    name: str
+    published: PartJudgement
+    reproduced: PartJudgement | None
+    difference: float  # of the costs; nan if it is not known
+    interval: Interval | None
+
+    @property
+    def agrees(self) -> bool:
+        """True if the interval of the difference holds zero; an unknown one agrees with nothing."""
+        return self.interval is not None and self.interval[0] <= 0 <= self.interval[1]
+
+
+def compare_parts(published: Judgement, reproduced: Judgement) -> list[PartAgreement]:
+    """Compare the parts of a claim; the levels are adjusted for their number by Bonferroni."""
+    others = {judged.part.name: judged for judged in reproduced.parts}
+    level = 1 - ALPHA / max(1, len(published.parts))
+    compared = []
+    for judged in published.parts:
+        other = others.get(judged.part.name)
+        difference, interval = math.nan, None
+        if other is not None and judged.part.sample.n and other.part.sample.n:
+            difference = other.part.sample.mean - judged.part.sample.mean
+            interval = _difference_interval(judged.part.sample, other.part.sample, level)
+            diverged = any(j.part.open_above or j.part.open_below for j in (judged, other))
+            interval = None if diverged else interval
+        compared.append(PartAgreement(judged.part.name, judged, other, difference, interval))
+    return compared
+
+
+def _difference_interval(first: Sample, second: Sample, level: float) -> Interval | None:
+    """Return the interval of the second mean less the first: Welch's, or from the two intervals."""
+    if type(first) is type(second) is Sample:
+        errors = first.standard_error, second.standard_error
+        if not all(map(math.isfinite, errors)):
+            return None
+        variance = sum(error**2 for error in errors)
+        difference = second.mean - first.mean
+        if not variance:
+            return difference, difference
+        pairs = zip(errors, (first.n, second.n), strict=True)
+        freedom = variance**2 / sum(error**4 / (n - 1) for error, n in pairs)
+        reach = float(stats.t.ppf((1 + level) / 2, freedom)) * math.sqrt(variance)
+        return difference - reach, difference + reach
+    ends = first.interval(level), second.interval(level)
+    if ends[0] is None or ends[1] is None:
+        return None
+    return ends[1][0] - ends[0][1], ends[1][1] - ends[0][0]
+
+
+def sample_runs(archive: Archive, count: int) -> list[str]:
+    """Return the ids of some runs that are done, by a hash: their author has not chosen them."""
+    done = [id for id, run in archive.runs.items() if run["result"]["status"] == "done"]
+    return sorted(done, key=lambda id: hashlib.sha256(id.encode()).hexdigest())[:count]
+
+
+def check_trainable(arm: Arm) -> None:
+    """Raise UserError for an arm that would run code of somebody else, or needs another run."""
+    config: Config = arm.config
+    if config.variant.file is not None or arm.facts.get("circuits_from_outside"):
+        raise UserError(f"{arm.name} is of a variant file, which is not published with its runs")
+    if config.init_from.run is not None:
+        raise UserError(f"{arm.name} begins from another run, which is not published")
+
+
+@dataclass(frozen=True)
+class RunAgreement:
+    """One run, as published and as trained again."""
+
+    id: str
+    name: str
+    difference: float | None  # the largest of its losses; None: it was not trained, or has failed
+    tolerance: float  # 0: bit for bit
+    reasons: tuple[str, ...]  # why they need not be equal bit for bit
+
+    @property
+    def agrees(self) -> bool:
+        return self.difference is not None and self.difference <= self.tolerance
+
+
+def compare_run(
+    archive: Archive, id: str, name: str, result: Mapping[str, object] | None, torch: str, cpu: str
+) -> RunAgreement:
+    """Compare a published run with one that was trained again here."""
+    run = archive.runs[id]
+    environment = archive.environments.get(run["environment"] or "", {})
+    there = {
+        "cpu": environment.get("machine", {}).get("cpu"),
+        "torch": environment.get("versions", {}).get("torch"),
+        "threads": run["result"].get("threads"),
+    }
+    here = {"cpu": cpu, "torch": torch, "threads": (result or {}).get("threads")}
+    reasons = tuple(
+        f"{key} {there[key]} there, {here[key]} here" for key in _SAME if there[key] != here[key]
+    )
+    difference = None
+    if result is not None and result.get("status") == "done":
+        difference = _largest_difference(run["result"]["loss"], result["loss"])
+    tolerance = _TOLERANCE * (_seed_spread(archive, run) if reasons else 0.0)
+    return RunAgreement(id, name, difference, tolerance, reasons)
+
+
+def _largest_difference(published: Fields, own: object) -> float:
+    assert isinstance(own, dict)
+    pairs = [(published[split], own.get(split)) for split in published]
+    if any((a is None) != (b is None) for a, b in pairs):
+        return math.inf
+    return max((abs(a - b) for a, b in pairs if a is not None and b is not None), default=math.inf)
+
+
+def _seed_spread(archive: Archive, run: Fields) -> float:
+    """Return the deviation between seeds of the run's arm, or the median of all; 0: unknown."""
+    losses: dict[str, list[float]] = {}
+    for other in archive.runs.values():
+        if not other["tuning"] and other["result"]["status"] == "done":
+            losses.setdefault(document_group(other), []).append(other["result"]["loss"]["val"])
+    spreads = {group: statistics.stdev(own) for group, own in losses.items() if len(own) > 1}
+    return spreads.get(document_group(run)) or statistics.median([*spreads.values()] or [0.0])

@@ -1,0 +1,205 @@
+"""`qkablate reproduce`: published claims, trained again on this machine."""
+
+import math
+from argparse import Namespace
+from typing import TYPE_CHECKING
+
+from qkablate.cli.arguments import Parser, check_utf8, convert_value, whole_number
+from qkablate.compose.configs import open_hydra
+from qkablate.config import KEYS, has_role, no_such_key
+from qkablate.errors import UserError, print_stderr, sanitize
+from qkablate.table import print_table, print_text
+
+if TYPE_CHECKING:
+    from qkablate.analysis.claims.judgement import Judgement, PartJudgement
+    from qkablate.analysis.claims.registry import Registration
+    from qkablate.analysis.publication.archive import Archive
+    from qkablate.analysis.publication.replication import PartAgreement
+
+FOLDER = "docs/study/results"
+CHECKED = 3  # runs of a claim, unless a number is given
+
+HELP = """qkablate reproduce: train published claims again: do the numbers agree?
+
+Usage: qkablate reproduce CLAIM|all [--seeds N] [--from FOLDER] [key=value …]
+       qkablate reproduce CLAIM|all --check [N] [--from FOLDER]
+
+Trains the claim's runs on this machine, with seeds that no published run has
+(they follow from the claim's hash), tunes the learning rates anew, and says of
+each part whether the two estimates agree: whether the 95 % interval of their
+difference (adjusted for the number of parts) holds zero. A part whose
+difference is not known does not agree. The same command resumes.
+
+With --check, a few of the published runs themselves are trained again, chosen
+by a hash. Where CPU, torch and threads are the same, every loss must be equal
+bit for bit; elsewhere it must lie within 3 √2 standard deviations between the
+seeds of its arm.
+
+Examples
+  qkablate reproduce one_head
+  qkablate reproduce one_head --seeds 6      fewer runs, wider intervals
+  qkablate reproduce one_head --check        three of its runs, bit for bit
+  qkablate reproduce all --check 1
+
+Keys are those that change no number: out, workers, threads, data.cache.
+
+Flags
+{flags}
+
+Exit codes: 0 everything agrees · 1 something does not, or is missing · 2 a
+mistake in the command · 128 + signal interrupted, as 130 by Ctrl-C
+"""
+PARSER = Parser(HELP, ("claim",), ("all", "out=", "workers="))
+PARSER.add_argument(
+    "--check",
+    nargs="?",
+    const="",
+    metavar="N",
+    help=f"train N published runs of each claim again; the default is {CHECKED}",
+)
+PARSER.option("--from", "FOLDER", f"the published runs; the default is {FOLDER}")
+PARSER.option("--seeds", "N", "number of seeds; the default is the claim's own", whole_number(3))
+
+
+def main(argv: list[str]) -> int:
+    """Reproduce some published claims, or check some of their runs."""
+    args = PARSER.parse(argv)
+    given, count = list(args.words), None
+    if args.check is not None:
+        is_number = args.check.isdecimal()
+        given += [] if is_number or not args.check else [args.check]  # a word after --check
+        text = args.check if is_number else str(CHECKED)
+        count = convert_value("--check", text, whole_number(1))
+    names = [word for word in given if "=" not in word]
+    words = [word for word in given if "=" in word]
+    if len(names) != 1:
+        raise UserError("give one claim, or all: qkablate reproduce NAME")
+    if count is not None and args.seeds is not None:
+        raise UserError("--seeds has no meaning with --check: the runs have the published seeds")
+    _check_keys(words)
+
+    from qkablate.analysis.publication.archive import find_archives, read_archive
+    from qkablate.analysis.publication.unpack import unpack_archives, unpacked_claims
+
+    folder = getattr(args, "from") or FOLDER
+    paths = find_archives(folder)
+    if not paths:
+        raise UserError(f"'{folder}' holds no archive of runs; --from FOLDER names another")
+    root = unpack_archives(paths)
+    archives = {archive.name: archive for archive in map(read_archive, paths)}
+    claims = [
+        (registration, archives[registration.claim.folder_name])
+        for registration in unpacked_claims(root)
+        if names[0] in ("all", registration.claim.name, registration.claim.folder_name)
+    ]
+    if not claims:
+        known = ", ".join(sorted({archive.rsplit("-", 2)[0] for archive in archives}))
+        raise UserError(f"'{folder}' has no runs of '{sanitize(names[0])}'; it has {known}")
+    codes = []
+    for registration, archive in claims:
+        if count is not None:
+            codes.append(_check(registration, archive, count, words))
+        else:
+            codes.append(_reproduce(registration, str(root), args, words))
+    return max(codes)
+
+
+def _check_keys(words: list[str]) -> None:
+    from qkablate.analysis.claims.claim import NON_CLAIM_KEYS
+
+    for word in words:
+        key = word.partition("=")[0]
+        check_utf8(key, word)
+        if key not in KEYS and key != "workers":
+            raise UserError(no_such_key(key, [*KEYS, "workers"]))
+        if key != "workers" and not has_role(key, NON_CLAIM_KEYS):
+            raise UserError(f"{key}: another value would be another claim; leave it out")
+
+
+def _check(registration: "Registration", archive: "Archive", count: int, words: list[str]) -> int:
+    """Train some published runs again, print how they differ, and return the exit code."""
+    from qkablate.api.reproduce import check_runs
+
+    caches = [word.partition("=")[2] for word in words if word.startswith("data.cache=")]
+    if others := [word for word in words if not word.startswith("data.cache=")]:
+        raise UserError(f"'{others[0]}': --check takes data.cache alone; the rest is as published")
+    agreements = check_runs(archive, registration, count, caches[-1] if caches else None)
+    print(f"\n{registration.claim.title}: published runs, trained again")
+    rows = []
+    for run in agreements:
+        differs = "not trained" if run.difference is None else f"{run.difference:.3g}"
+        allowed = f"{run.tolerance:.3g}" if run.reasons else "0, bit for bit"
+        rows.append([run.name, differs, allowed, "agrees" if run.agrees else "DISAGREES"])
+    print_table(["run", "largest difference, nats", "allowed", ""], rows)
+    for reason in dict.fromkeys(reason for run in agreements for reason in run.reasons):
+        print_text(f"  not bit for bit: {reason}")
+    return int(not agreements or not all(run.agrees for run in agreements))
+
+
+def _reproduce(registration: "Registration", root: str, args: Namespace, words: list[str]) -> int:
+    """Train the claim again with other seeds, compare its parts, and return the exit code."""
+    from qkablate.analysis.claims.claim import find_comparisons
+    from qkablate.analysis.claims.judgement import (
+        counting_judgement,
+        judge_claim,
+        judge_looks,
+        solo_arms,
+    )
+    from qkablate.analysis.publication.replication import check_trainable, compare_parts
+    from qkablate.analysis.study.study import read_study
+    from qkablate.api.reproduce import reproduction_request
+    from qkablate.api.sweep import plan_sweep
+    from qkablate.cli.launch import run_and_print
+
+    claim = registration.claim
+    published = counting_judgement(judge_looks(claim, root))
+    if published is None or not published.has_ended:
+        print_stderr(f"{claim.title}: there is no published verdict: its runs are not complete")
+        return 1
+    for arm in published.study.arms.values():
+        check_trainable(arm)
+    with open_hydra():
+        request = reproduction_request(claim, args.seeds or published.n, words)
+        options = ["--seeds", str(args.seeds)] if args.seeds else []
+        options += ["--from", getattr(args, "from")] if getattr(args, "from") else []
+        command = ["reproduce", claim.folder_name, *words, *options]
+        manifest, slots = plan_sweep(request, command)
+    code = run_and_print(manifest, slots, request, retry=False)
+    if code:
+        return code
+    if alone := solo_arms(find_comparisons(claim, manifest.arms.values())):
+        from qkablate.sweeps.running.solo import measure_arms
+
+        measure_arms(manifest, alone, args.seeds or published.n)
+    reproduced = judge_claim(claim, read_study(manifest.folder), ["other seeds"])
+    agreements = compare_parts(published, reproduced)
+    _print_agreement(published, agreements)
+    return int(not agreements or not all(part.agrees for part in agreements))
+
+
+def _print_agreement(published: "Judgement", agreements: "list[PartAgreement]") -> None:
+    print(f"\n{published.claim.title}: published, and reproduced with other seeds")
+    rows = []
+    for part in agreements:
+        ends = part.interval or (math.nan, math.nan)
+        shown = "not known" if part.interval is None else f"{part.difference:+.4f}"
+        interval = "–" if part.interval is None else f"[{ends[0]:+.4f}, {ends[1]:+.4f}]"
+        rows.append(
+            [
+                *(part.name, _format_part(part.published), _format_part(part.reproduced)),
+                *(f"{shown} {interval}", "agrees" if part.agrees else "DISAGREES"),
+            ]
+        )
+    print_table(["part", "published", "reproduced", "difference", ""], rows)
+    print_text(
+        "estimates with 95 % intervals; the interval of the difference, as a cost, is adjusted for"
+        " the number of parts"
+    )
+
+
+def _format_part(judged: "PartJudgement | None") -> str:
+    if judged is None or not judged.part.sample.n:
+        return "–"
+    low, high = judged.interval(0.95)
+    mean = judged.unit.natural(judged.part.sample.mean)
+    return f"{mean:+.4f} [{low:+.4f}, {high:+.4f}] n = {judged.part.sample.n}"

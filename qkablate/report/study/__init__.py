@@ -1,0 +1,1 @@
+"""The page of the study, made from the published runs."""

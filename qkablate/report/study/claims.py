@@ -1,0 +1,99 @@
+"""The claims of the study: those with published runs, and those that have none yet."""
+
+import math
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+
+from qkablate.analysis.claims.claim import Claim
+from qkablate.analysis.claims.judgement import Judgement, counting_judgement, judge_looks
+from qkablate.analysis.claims.parse import claim_names, load_claim
+from qkablate.analysis.claims.registry import Registration
+from qkablate.analysis.publication.archive import SUFFIX
+from qkablate.analysis.publication.unpack import open_archives, unpacked_claims
+from qkablate.report.section import Section
+from qkablate.report.text.claims import make_part_table
+from qkablate.runs.records import is_number
+
+RESULTS = "results"  # the folder of the archives in that of the study
+
+
+@dataclass(frozen=True)
+class StudiedClaim:
+    """A claim with published runs."""
+
+    registration: Registration
+    judgement: Judgement
+
+    @property
+    def claim(self) -> Claim:
+        return self.registration.claim
+
+    @property
+    def slug(self) -> str:
+        """Name of the claim's pictures and of its place on the page."""
+        return self.claim.folder_name
+
+    @property
+    def archive(self) -> str:
+        return f"{RESULTS}/{self.claim.folder_name}{SUFFIX}"
+
+    @cached_property
+    def section(self) -> Section:
+        return Section(
+            self.claim.title, "published runs", self.judgement.study, None, self.judgement
+        )
+
+    @property
+    def verdict(self) -> str:
+        """The verdict, what it is limited to, and whether it is exploratory."""
+        judged = self.judgement
+        if not judged.has_ended:
+            return f"{judged.word} ({judged.study.ended} of {judged.study.expected} runs)"
+        unless = ", unless a run is left behind" if judged.unless else ""
+        return f"{judged.headline}{unless}{' (exploratory)' if judged.exploratory else ''}"
+
+    @property
+    def estimates(self) -> list[tuple[str, str, str]]:
+        """Part, number of pairs, estimate with interval; none before the verdict."""
+        _, rows = make_part_table(self.judgement)
+        return [(name, n, f"{estimate} {interval}") for name, n, estimate, interval, *_ in rows]
+
+    @property
+    def command(self) -> str:
+        """The command that trains and judges the claim."""
+        scale = "" if self.claim.scale == "small" else f" scale={self.claim.scale}"
+        words = "".join(f" {key}={value}" for key, value in self.claim.words.items())
+        return f"qkablate claim run {self.claim.name}{scale}{words}"
+
+    @property
+    def minutes(self) -> float:
+        """Minutes of training of all its runs, added up."""
+        seconds = (record.facts.get("seconds") for record in self.judgement.study.all_records)
+        return math.fsum(float(s) for s in seconds if is_number(s)) / 60
+
+
+def read_claims(study: Path) -> list[StudiedClaim]:
+    """Read the claims of the archives in a study's folder, in the order of `claim list`."""
+    root = open_archives(study / RESULTS)
+    if root is None:
+        return []
+    claims = []
+    for registration in unpacked_claims(root):
+        judgement = counting_judgement(judge_looks(registration.claim, str(root)))
+        if judgement is not None:
+            claims.append(StudiedClaim(registration, judgement))
+    order = claim_names()
+    return sorted(
+        claims,
+        key=lambda studied: (
+            order.index(studied.claim.name) if studied.claim.name in order else len(order),
+            studied.claim.folder_name,
+        ),
+    )
+
+
+def find_open_claims(claims: list[StudiedClaim]) -> list[Claim]:
+    """Return the shipped claims of which no run is published."""
+    published = {studied.claim.name for studied in claims}
+    return [load_claim(name) for name in claim_names() if name not in published]

@@ -1,0 +1,218 @@
+"""The page of the study: the answer, and a section for each claim, in Markdown.
+
+Everything on it comes from the archives in the study's folder: `qkablate report --study` writes it,
+and nobody by hand.
+"""
+
+import re
+from collections.abc import Iterable
+from pathlib import Path
+
+from qkablate.analysis.claims.claim import Claim
+from qkablate.analysis.publication.archive import CHECKSUMS
+from qkablate.disk import make_folder, read_file, replace_file
+from qkablate.report.section import Section, format_n
+from qkablate.report.study.claims import RESULTS, StudiedClaim, find_open_claims, read_claims
+from qkablate.report.study.pictures import ANSWERS, draw_pictures, render_picture
+from qkablate.report.text.claims import format_audit, format_spec, make_claim_table
+from qkablate.report.text.setting import format_setting
+from qkablate.report.text.summary import summarize
+from qkablate.report.text.table import Code, Table, escape_markdown, format_markdown
+from qkablate.table import format_list
+
+PAGE, SNIPPET, REGISTRATIONS = "index.md", "answers.txt", "registrations.md"
+_MOST_ANSWERS = 10  # lines of the answer
+_SEEDS_OF_TRAINING = "other seeds would give other numbers, as far as the intervals say"
+_HOW = """
+```bash
+qkablate results docs/study/results      # every comparison, of every claim
+qkablate report docs/study/results       # one page with all charts
+qkablate reproduce all                   # train again, with other seeds: do they agree?
+qkablate reproduce all --check           # train some of the runs again: bit for bit?
+```
+"""
+
+
+def make_page(study: Path) -> dict[str, bytes]:
+    """Return the texts of the study by the names of their files."""
+    claims = read_claims(study)
+    open_claims = find_open_claims(claims)
+    pictures = {name for name, *_ in draw_pictures(claims)}
+    histories = _find_histories(study)
+    parts = [_format_answer(claims, open_claims, pictures)]
+    parts += [_format_claim(studied, pictures, histories) for studied in claims]
+    parts += [_format_open(open_claims)] if open_claims else []
+    page = "\n\n".join(parts) + "\n"
+    snippet = format_answers(claims)
+    return {PAGE: page.encode(), SNIPPET: snippet.encode()}
+
+
+def write_study(study: Path) -> list[Path]:
+    """Write the page, the table of the answers and the pictures; remove pictures of no claim."""
+    files = make_page(study)
+    for name, chart, subject, setting in draw_pictures(read_claims(study)):
+        for end, svg in render_picture(chart, subject, setting).items():
+            files[name + end] = svg
+    make_folder(study)
+    for path in study.glob("*.svg"):
+        if path.name not in files:
+            path.unlink()
+    for name, content in files.items():
+        replace_file(study / name, content)
+    return [study / name for name in sorted(files)]
+
+
+def format_answers(claims: list[StudiedClaim]) -> str:
+    """Return the table of the claims that have ended: question, verdict, estimate, n; or ''."""
+    rows = []
+    for studied in claims:
+        for number, (part, n, estimate) in enumerate(studied.estimates):
+            says = studied.claim.says if not number else ""
+            verdict = studied.verdict if not number else ""
+            rows.append([says, verdict, part, estimate, n])
+    if not rows:
+        return ""
+    columns = ["claim", "verdict", "part", "measured, interval", "n"]
+    table = format_markdown(Table("", columns, rows))
+    return table.partition("\n\n")[2].strip() + "\n"
+
+
+def _format_answer(claims: list[StudiedClaim], open_claims: list[Claim], pictures: set[str]) -> str:
+    ended = [studied for studied in claims if studied.judgement.has_ended]
+    ended.sort(key=lambda studied: not studied.judgement.is_conclusive)
+    results = f"[{RESULTS}]({RESULTS}/{CHECKSUMS})" if claims else RESULTS
+    lines = ["# The study", ""]
+    lines += [
+        "Do transformers need this attention matrix? This page says what the published runs in"
+        f" {results} answer, and is written by `qkablate report --study` from"
+        f" them alone. What was tried before stands in [{REGISTRATIONS}]({REGISTRATIONS}).",
+        "",
+    ]
+    if not ended:
+        lines.append("**No claim has been run to its verdict yet.**")
+    for studied in ended[:_MOST_ANSWERS]:
+        part, n, estimate = next(iter(studied.estimates), ("", "0", "–"))
+        more = len(studied.estimates) - 1
+        others = f", and {more} more" if more > 0 else ""
+        lines.append(
+            f"- **{escape_markdown(studied.verdict)}**: {escape_markdown(studied.claim.says)}"
+            f" ({part}: {estimate}, n = {n}{others}; [details](#{_anchor(studied)}))"
+        )
+    if len(ended) > _MOST_ANSWERS:
+        lines.append(f"\nThe other {len(ended) - _MOST_ANSWERS} have sections below, too.")
+    if ANSWERS in pictures:
+        lines += [
+            "",
+            _format_picture(ANSWERS, "All parts of all claims, in units of their margins"),
+        ]
+    if open_claims:
+        count = len(open_claims)
+        lines += [
+            "",
+            f"{count} of {count + len(claims)} claims [have no published runs](#not-run).",
+        ]
+    lines += ["", _HOW.strip()]
+    return "\n".join(lines)
+
+
+def _format_claim(studied: StudiedClaim, pictures: set[str], histories: set[str]) -> str:
+    claim, judgement, section = studied.claim, studied.judgement, studied.section
+    registration = studied.registration
+    lines = [f"## {claim.title} {{ #{_anchor(studied)} }}", ""]
+    lines += [f"> {escape_markdown(claim.says)}", "", f"From {escape_markdown(claim.source)}.", ""]
+    lines += [f"**{escape_markdown(studied.verdict)}**", ""]
+    lines += [f"- exploratory: {escape_markdown(reason)}" for reason in judgement.exploratory]
+    lines += [f"- on {world}: {word}" for world, word in judgement.worlds.items()]
+    lines += ["", "Tested:", ""]
+    lines += [
+        f"- {name}: {escape_markdown(format_spec(spec))}" for name, spec in claim.parts.items()
+    ]
+    lines += ["", escape_markdown(format_setting(section)), ""]
+    if (table := make_claim_table(judgement)).rows:
+        lines += [format_markdown(table).replace("### parts of the claim", "### Parts", 1), ""]
+    for end, text in (("parts", "Estimates"), ("losses", "Loss"), ("gap-curves", "Gap")):
+        if (name := f"{studied.slug}-{end}") in pictures:
+            lines += [_format_picture(name, f"{text} of {claim.title}"), ""]
+    lines += [escape_markdown(text) for text in summarize(section)]
+    lines += ["", "### The audit", ""]
+    lines += [f"- {escape_markdown(line.strip())}" for line in format_audit(judgement.parts)]
+    lines += ["", "### What this does not say", "", _format_limits(section), ""]
+    lines += ["### Run it", "", "```bash", studied.command, "```", ""]
+    lines += [_format_cost(studied), ""]
+    history = f" Earlier registrations: [{REGISTRATIONS}]({REGISTRATIONS}#{claim.name})."
+    lines.append(
+        f"Registered {registration.when[:19]} with hash `{claim.hash[:12]}` under statistics"
+        f" {registration.statistics}." + history * (claim.name in histories)
+    )
+    return re.sub(r"\n{3,}", "\n\n", "\n".join(lines))
+
+
+def _format_limits(section: Section) -> str:
+    """Return the sizes, data and optimizer beyond which the runs say nothing."""
+    arms = [entry.arm for entry in section.study.entries]
+    params = max((arm.total_params for arm in arms), default=0)
+    tokens = max((arm.tokens for arm in arms), default=0)
+    schedules = format_list(sorted({arm.config.optim.schedule for arm in arms}))
+    data = format_list(sorted({arm.config.data.source for arm in arms}))
+    precision = format_list(sorted({arm.config.precision for arm in arms}))
+    counts = format_n([len(entry.losses) for entry in section.study.entries] or [0])
+    return (
+        f"Nothing about models of more than {params:,} parameters, or trained on more than"
+        f" {tokens:,} tokens; about data other than {data}; about optimizers other than AdamW with"
+        f" a schedule of {schedules}, or precisions other than {precision}. With {counts}"
+        f" {_SEEDS_OF_TRAINING}."
+    )
+
+
+def _format_cost(studied: StudiedClaim) -> str:
+    records = studied.judgement.study.all_records
+    done = [record for record in records if record.status in ("done", "diverged")]
+    machines = _distinct(record.facts["cpu"] or record.facts["device"] for record in done)
+    torch = _distinct(record.facts["torch"] for record in done)
+    code = _distinct(record.facts["code"] for record in done)
+    threads = _distinct(record.facts["threads"] for record in done)
+    minutes = studied.claim.minutes
+    expected = "" if minutes is None else f" (expected on two cores: {minutes:g} min)"
+    return (
+        escape_markdown(
+            f"{len(done)} runs, {studied.minutes:.0f} min of training in all{expected}, on"
+            f" {machines}, {threads} thread{'' if threads == '1' else 's'} a run, with torch"
+            f" {torch}, commit {code}. "
+        )
+        + f" [The runs]({studied.archive})."
+    )
+
+
+def _distinct(values: Iterable[object]) -> str:
+    return format_list(sorted({str(value) for value in values}), 4)
+
+
+def _format_open(claims: list[Claim]) -> str:
+    rows = [
+        [
+            claim.name,
+            claim.says,
+            "not testable yet" if claim.untestable else Code(f"qkablate claim run {claim.name}"),
+            "–" if claim.minutes is None else f"{claim.minutes:g}",
+        ]
+        for claim in claims
+    ]
+    table = format_markdown(Table("", ["claim", "says", "command", "minutes on two cores"], rows))
+    return f"## Not run {{ #not-run }}\n\n{table.partition(chr(10) * 2)[2].strip()}"
+
+
+def _format_picture(name: str, text: str) -> str:
+    return f"![{text}]({name}.svg#only-light)\n![{text}]({name}-dark.svg#only-dark)"
+
+
+def _anchor(studied: StudiedClaim) -> str:
+    return studied.slug.replace("_", "-")
+
+
+def _find_histories(study: Path) -> set[str]:
+    """Return the claims that have a section in the page of earlier registrations."""
+    try:
+        text = read_file(study / REGISTRATIONS).decode()
+    except OSError:
+        return set()
+    return set(re.findall(r"^## (\w+)$", text, re.MULTILINE))

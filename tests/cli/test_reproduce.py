@@ -1,0 +1,131 @@
+"""`qkablate reproduce` as a user types it, with made-up runs and with trained ones."""
+
+import json
+import re
+import shutil
+from pathlib import Path
+
+import pytest
+
+from tests.cli.conftest import LENGTH, write_runs
+from tests.cli.helpers import GAPS, SIZES, assert_refused
+
+
+@pytest.fixture
+def published(qkablate, outputs):
+    """Publish the finished claim, whose runs are made up; return where its data are prepared."""
+    assert qkablate("publish", "mine", "-o", "shared").code == 0
+    claim = json.loads(next(outputs.glob("claims/*/claim.json")).read_text())["claim"]
+    shutil.rmtree(outputs)
+    return f"data.cache={Path(claim['words']['data.path']).parent / 'cache'}"
+
+
+@pytest.fixture
+def made_up(monkeypatch):
+    monkeypatch.setattr("qkablate.sweeps.running.launcher.Launcher.run", write_runs)
+
+
+def test_help(qkablate):
+    done = qkablate("reproduce", "--help")
+    assert (done.code, done.err) == (0, "")
+    for text in ("--check [N]", "--seeds N", "Exit codes: 0 everything agrees"):
+        assert text in done.out
+
+
+@pytest.mark.parametrize("name", ["mine", "all"])
+def test_equal_truth_agrees(qkablate, published, made_up, name):
+    """The runs have seeds that no published run has."""
+    done = qkablate("reproduce", name, "--from", "shared", published)
+    assert done.code == 0, done.err
+    line = next(line for line in done.out.splitlines() if line.startswith("within "))
+    assert line.count("[") == 3
+    assert line.endswith("agrees")
+    assert done.out.count("n = 3") == 2
+    (manifest,) = Path("outputs").glob("sweeps/reproduce-mine-*/manifest.json")
+    seeds = {run["changes"]["seed"] for run in json.loads(manifest.read_text())["runs"]}
+    shown = qkablate("claim", "show", "mine", "--json", "out=shared").out
+    assert len(seeds) == 3
+    runs = qkablate("ls", "out=shared").out
+    assert not [seed for seed in seeds if f"-s{seed}-" in runs]
+    assert json.loads(shown)["seeds"] == 3
+
+
+def test_other_truth_disagrees(qkablate, published, made_up, monkeypatch):
+    monkeypatch.setitem(GAPS, "no_q", 0.2)
+    done = qkablate("reproduce", "mine", "--from", "shared", published, "--seeds", "4")
+    assert done.code == 1
+    assert re.search(r"(?m)^within .*n = 3 .*n = 4 .*DISAGREES$", done.out)
+
+
+def test_unfinished_reproduction_does_not_pass(qkablate, published, monkeypatch):
+    monkeypatch.setattr("qkablate.sweeps.running.launcher.Launcher.run", lambda launcher: 1)
+    done = qkablate("reproduce", "mine", "--from", "shared", published)
+    assert done.code == 1
+    assert "agrees" not in done.out
+
+
+def test_claim_without_a_published_verdict_does_not_pass(qkablate, outputs, made_up):
+    next(outputs.glob("runs/no_q-*/result.json")).unlink()
+    for path in outputs.glob("runs/standard-d16-h2-s*/result.json"):
+        path.unlink()
+    assert qkablate("publish", "mine", "-o", "shared").code == 0
+    done = qkablate("reproduce", "mine", "--from", "shared")
+    assert done.code == 1
+    assert "there is no published verdict" in done.err
+
+
+def test_check_finds_runs_that_nobody_has_trained(qkablate, published):
+    """The published losses are made up; one run is trained here, and differs."""
+    done = qkablate("reproduce", "mine", "--from", "shared", published, "--check", "1")
+    assert done.code == 1, done.err
+    assert re.search(r"(?m)^\S+-d16-h2-s\d+-\w{12} .*DISAGREES$", done.out)
+    assert "not bit for bit: cpu None there" in done.out
+
+
+def test_check_without_training_does_not_pass(qkablate, published, monkeypatch):
+    monkeypatch.setattr("qkablate.sweeps.running.launcher.Launcher.run", lambda launcher: 0)
+    done = qkablate("reproduce", "mine", "--from", "shared", published, "--check", "1")
+    assert done.code == 1
+    assert "not trained" in done.out
+
+
+def test_check_of_no_runs_does_not_pass(qkablate, outputs):
+    for path in outputs.glob("runs/*/result.json"):
+        result = json.loads(path.read_text()) | {"status": "diverged", "diverged_at": 3}
+        path.write_text(json.dumps(result))
+    assert qkablate("publish", "mine", "-o", "shared").code == 0
+    done = qkablate("reproduce", "all", "--from", "shared", "--check")
+    assert_refused(done, "no published run is done")
+
+
+def test_trained_run_is_repeated_bit_for_bit(qkablate, outputs, monkeypatch):
+    """One run of the claim is really trained, published, and trained again."""
+    lost = sorted(outputs.glob("runs/no_q-d16-h2-s*"))
+    (registration,) = outputs.glob("claims/*/claim.json")
+    manifest = json.loads(next(outputs.glob("claims/*/n3/manifest.json")).read_text())
+    run = next(run for run in manifest["runs"] if run["arm"].startswith("no_q"))
+    shutil.rmtree(next(path for path in lost if path.name.endswith(run["id"])))
+    folder = Path(json.loads(registration.read_text())["claim"]["words"]["data.path"]).parent
+    paths = [f"data.path={folder}/corpus.txt", f"data.cache={folder}/cache"]
+    words = [str(folder / "mine.yaml"), "data=text", *paths, *SIZES, *LENGTH]
+    assert qkablate("claim", "run", *words).code == 0
+    assert qkablate("publish", "mine", "-o", "shared").code == 0
+    monkeypatch.setattr("qkablate.api.reproduce.sample_runs", lambda archive, count: [run["id"]])
+    done = qkablate("reproduce", "mine", "--from", "shared", paths[1], "--check", "1")
+    assert done.code == 0, done.out + done.err
+    assert re.search(rf"(?m)^\S+{run['id']} +0  0, bit for bit  agrees$", done.out)
+
+
+def test_mistakes_are_one_line(qkablate, published):
+    shared = ["--from", "shared"]
+    for words, message in (
+        ([], "give one claim, or all"),
+        (["mine", "--from", "none"], "'none' holds no archive of runs"),
+        (["other", *shared], "'shared' has no runs of 'other'; it has mine"),
+        (["mine", *shared, "train.steps=3"], "train.steps: another value would be another claim"),
+        (["mine", *shared, "stepz=3"], "stepz"),
+        (["mine", *shared, "--check", "0"], "--check: '0' is not a whole number from 1"),
+        (["mine", *shared, "--check", "--seeds", "4"], "--seeds has no meaning with --check"),
+        (["mine", *shared, "--check", "workers=2"], "--check takes data.cache alone"),
+    ):
+        assert_refused(qkablate("reproduce", *words), message)

@@ -1,0 +1,122 @@
+"""The page of the study: every figure comes from the published runs in the repository."""
+
+import re
+from pathlib import Path
+
+import pytest
+
+from qkablate.report.study.claims import read_claims
+from qkablate.report.study.page import PAGE, SNIPPET, make_page
+from qkablate.report.study.pictures import draw_pictures, hash_chart, read_hash
+from tests.cli.helpers import assert_refused
+
+ROOT = Path(__file__).parents[3]
+STUDY = ROOT / "docs" / "study"
+
+
+def test_page_in_the_docs_is_that_of_the_published_runs():
+    """`qkablate report --study docs/study` writes it anew."""
+    for name, content in make_page(STUDY).items():
+        assert (STUDY / name).read_bytes() == content, f"docs/study/{name} is not up to date"
+
+
+def test_pictures_in_the_docs_are_those_of_the_published_runs():
+    expected = {
+        f"{name}{end}": hash_chart(chart, subject, setting)
+        for name, chart, subject, setting in draw_pictures(read_claims(STUDY))
+        for end in (".svg", "-dark.svg")
+    }
+    assert {path.name: read_hash(path.read_bytes()) for path in STUDY.glob("*.svg")} == expected
+
+
+def test_readme_has_the_table_of_the_answers():
+    answers = (STUDY / SNIPPET).read_text(encoding="utf-8")
+    assert answers in (ROOT / "README.md").read_text(encoding="utf-8")
+
+
+@pytest.fixture
+def study(qkablate, outputs, tmp_path):
+    """Make the page of a study of one small claim."""
+    (tmp_path / "study").mkdir()
+    assert qkablate("publish", "mine", "-o", "study/results").code == 0
+    text = "# Earlier registrations\n\n## mine\n\nIt was run before.\n"
+    (tmp_path / "study" / "registrations.md").write_text(text, encoding="utf-8")
+    done = qkablate("report", "--study", "study")
+    assert (done.code, done.err) == (0, "")
+    return tmp_path / "study"
+
+
+def test_page_has_answer_evidence_and_limits(study):
+    page = (study / PAGE).read_text(encoding="utf-8")
+    assert (
+        "- **INSENSITIVE**: Keys alone are enough. (within: +0.0490 [+0.0473, +0.0507], n = 3"
+        in page
+    )
+    for text in (
+        "From a comment.",
+        "no_q is not worse than standard by 3, at equal tokens",
+        "! floor",
+        "Nothing about models of more than",
+        "qkablate claim run mine ",
+        "9 runs, 0 min of training in all",
+        "(registrations.md#mine)",
+        "under statistics 2",
+        "`qkablate claim run one_head`",
+    ):
+        assert text in page
+    assert "exploratory" not in page
+    for link in re.findall(r"\]\(([^)#]+)", page):
+        assert (study / link).exists(), link
+
+
+def test_table_for_a_readme_has_the_same_figures(study):
+    (head, _, row) = (study / SNIPPET).read_text(encoding="utf-8").splitlines()
+    assert head == "| claim | verdict | part | measured, interval | n |"
+    cells = "Keys alone are enough. | INSENSITIVE | within | +0.0490 [+0.0473, +0.0507] | 3"
+    assert row == f"| {cells} |"
+
+
+def test_page_and_pictures_are_the_same_when_made_again(study, qkablate):
+    before = {path.name: path.read_bytes() for path in study.iterdir() if path.is_file()}
+    assert {"answers.svg", "answers-dark.svg", PAGE, SNIPPET} <= before.keys()
+    assert any(name.endswith("-gap-curves-dark.svg") for name in before)
+    (study / "old-claim-parts.svg").write_text("of no claim any more")
+    assert qkablate("report", "--study", "study").code == 0
+    assert {path.name: path.read_bytes() for path in study.iterdir() if path.is_file()} == before
+
+
+def test_dark_pictures_have_the_colors_of_the_dark_theme(study):
+    light, dark = ((study / f"answers{end}.svg").read_text() for end in ("", "-dark"))
+    assert light != dark
+    assert read_hash(light.encode()) == read_hash(dark.encode()) is not None
+
+
+def test_missing_runs_and_other_statistics_are_visible(study, qkablate, outputs):
+    """A claim registered under other rules than those that judge it confirms nothing."""
+    (registration,) = outputs.glob("claims/*/claim.json")
+    text = registration.read_text().replace('"statistics": 2', '"statistics": 1')
+    registration.write_text(text)
+    for path in (study / "results").iterdir():
+        path.unlink()
+    assert qkablate("publish", "mine", "-o", "study/results").code == 0
+    assert qkablate("report", "--study", "study").code == 0
+    page = (study / PAGE).read_text(encoding="utf-8")
+    assert "- **INSENSITIVE (exploratory)**: Keys alone" in page
+    assert "registered under statistics 1, and judged by 2" in page
+    for path in (study / "results").iterdir():
+        path.unlink()
+    next(outputs.glob("runs/no_q-*/result.json")).unlink()
+    for path in [*outputs.glob("runs/standard-d16-h2-s*/result.json")]:
+        path.unlink()
+    assert qkablate("publish", "mine", "-o", "study/results").code == 0
+    assert qkablate("report", "--study", "study").code == 0
+    page = (study / PAGE).read_text(encoding="utf-8")
+    assert "**No claim has been run to its verdict yet.**" in page
+    assert re.search(r"\*\*INCOMPLETE \(\d of 9 runs\)\*\*", page)
+    assert (study / SNIPPET).read_text() == ""
+
+
+def test_mistakes_are_one_line(qkablate, tmp_path):
+    assert_refused(qkablate("report", "--study", "none"), "--study: 'none' is not a folder")
+    (tmp_path / "study").mkdir()
+    assert_refused(qkablate("report", "quick", "--study", "study"), "takes nothing beside it")
