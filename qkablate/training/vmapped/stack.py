@@ -72,6 +72,7 @@ class RunStack:
         self._weights_KP = torch.empty(count, begin, device=self._device)
         self._grads_KP = torch.zeros_like(self._weights_KP)
         self._loss_sums_K = torch.zeros(count, device=self._device)
+        self._after, self._after_K = list[int](), torch.zeros(count, device=self._device)
         self._nonfinite_K = torch.full((count,), NEVER, device=self._device)
         for row, step in enumerate(self.steps):
             self._bind(row, step)
@@ -116,8 +117,13 @@ class RunStack:
         self._clip()
         for step, number in zip(self.steps, numbers, strict=True):
             step.update(number)
-        after_K = torch.tensor([numbers[row] + 1 for row in rows], device=self._device)
-        after_K = torch.where(torch.isfinite(self._loss_sums_K), NEVER, after_K)
+        after = [numbers[row] + 1 for row in rows]
+        if after == [number + 1 for number in self._after]:
+            self._after_K += 1  # an upload would wait for the device
+        else:
+            self._after_K = torch.tensor(after, device=self._device)
+        self._after = after
+        after_K = torch.where(torch.isfinite(self._loss_sums_K), NEVER, self._after_K)
         torch.minimum(self._nonfinite_K, after_K, out=self._nonfinite_K)
 
     def _losses(self, batches: Sequence[Batch]) -> Tensor:
