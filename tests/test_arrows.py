@@ -62,7 +62,12 @@ TESTS_OF_SEVERAL_MODULES = [
     *("cli/test_cli.py", "cli/test_measure_gpu.py", "data/test_tiktoken.py"),
     *("report/charts/test_charts.py", "report/test_browser.py", "report/text/test_references.py"),
     *("sweeps/test_wandb.py", "training/distributed/test_distributed.py", "training/test_gpu.py"),
-    *("pretended_cuda/test_traces.py", "tracking/wandb/test_agent.py", "verify/test_checks.py"),
+    *(
+        "pretended_cuda/test_compiled.py",
+        "pretended_cuda/test_traces.py",
+        "tracking/wandb/test_agent.py",
+        "verify/test_checks.py",
+    ),
 ]
 MOST_FILES = 12  # in a folder, __init__.py aside
 FRAGMENT = re.compile(
