@@ -39,6 +39,7 @@ MALFORMED: tuple[type[Exception], ...] = (
     *(ValueError, LookupError, TypeError, AttributeError, ArithmeticError, RecursionError),
     zlib.error,
 )
+_UNREADABLE: tuple[type[Exception], ...] = (OSError, EOFError, *MALFORMED)
 _FIGURES = ("status", "steps", "data_fingerprint", "diverged_at")
 _SORTED = ("environments", "documents", "document_tokens")
 Fields = dict[str, Any]
@@ -176,7 +177,7 @@ def read_archive(path: Path) -> Archive:
         names += [look["manifest"][k] for look in archive.looks.values() for k in ("name", "id")]
         if bad := [name for name in names if not NAME.fullmatch(name)]:
             raise ValueError(f"{bad[0]!r} is not a valid name")
-    except (OSError, EOFError, *MALFORMED) as error:
+    except _UNREADABLE as error:
         raise damaged(path, error) from None
     return archive
 
