@@ -1,4 +1,4 @@
-.PHONY: help train test test-all test-slow wheel check bench torture pictures docs venv audit hashes clean
+.PHONY: help train test test-all test-slow wheel check bench gpu torture pictures docs venv audit hashes clean
 PYTHON ?= python3
 BIN := .venv/bin
 EXTRAS ?= dev
@@ -35,6 +35,9 @@ check: venv ## ruff and mypy
 bench: venv ## measure speed on this machine (some 20 minutes); compare with nanoGPT: NANOGPT=FOLDER
 	$(if $(NANOGPT),$(BIN)/python scripts/compare_nanogpt.py --nanogpt $(NANOGPT))
 	$(BIN)/python scripts/bench.py $(if $(NANOGPT),--nanogpt $(NANOGPT))
+
+gpu: venv ## test and measure the GPU of this machine, as a table to paste; compare with nanoGPT: NANOGPT=FOLDER
+	@$(BIN)/python scripts/measure_gpu.py $(if $(NANOGPT),--nanogpt $(NANOGPT))
 
 torture: venv ## inject hundreds of faults of each kind (under half an hour)
 	$(BIN)/python -m tests.torture

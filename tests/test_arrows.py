@@ -59,7 +59,7 @@ TESTS_OF_SEVERAL_MODULES = [
     *("attention/projection/test_convert.py", "attention/test_initialization.py"),
     *("attention/kernels/test_padding.py", "attention/test_padding.py", "models/test_padding.py"),
     *("attention/test_unequal_widths.py", "models/test_unequal_widths.py"),
-    *("cli/test_cli.py", "data/test_tiktoken.py"),
+    *("cli/test_cli.py", "cli/test_measure_gpu.py", "data/test_tiktoken.py"),
     *("report/charts/test_charts.py", "report/test_browser.py", "report/text/test_references.py"),
     *("sweeps/test_wandb.py", "training/distributed/test_distributed.py", "training/test_gpu.py"),
     *("pretended_cuda/test_traces.py", "tracking/wandb/test_agent.py", "verify/test_checks.py"),

@@ -389,6 +389,7 @@ def test_variant_name_describes_its_circuits(overrides, name):
         ("data.pairs=4", "data.pairs: data=stdlib has no such key; it has tokenizer, vocab_size"),
         ("data.max_tokens=0", "data.max_tokens: 0 is not 1 or more"),
         ("data.cycle=2", "data.cycle: 2 is not"),
+        ("model.mlp=swish", "is not one of gelu, gelu_tanh, relu2, swiglu"),
         ("model.mlp_ratio=0.001", "leaves the MLP without a single unit (0 removes the MLP)"),
         (
             "tracking.wandb=of",

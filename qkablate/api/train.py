@@ -53,8 +53,7 @@ def train_config(
     To `extend` a shorter run, the config must not be resolved.
     """
     from qkablate.training.resolve import plan_run
-    from qkablate.training.session import train_run
-    from qkablate.training.vmapped.program import Member, train_alone
+    from qkablate.training.vmapped.program import train_planned
     from qkablate.training.warm_start.extension import find_extension
 
     branching = NO_BRANCHING
@@ -63,11 +62,7 @@ def train_config(
         branching = Branching(start=branch, extends=True)
     plan = plan_run(config)
     observer = observe_leases([plan.run.folder])
-    if plan.config.train.vmap == 1:
-        outcome = train_run(plan, rerun=rerun, observer=observer, ranks=ranks, branching=branching)
-    else:
-        member = Member(plan, rerun=rerun, observer=observer, branching=branching)
-        outcome = train_alone(member)
+    outcome = train_planned(plan, rerun=rerun, observer=observer, ranks=ranks, branching=branching)
     return plan, outcome
 
 

@@ -139,13 +139,13 @@ def _compose(overrides: list[str]) -> Config:
 
 def _train_unless_done(plan: "RunPlan") -> str:
     """Train a run unless it is done, and return its status."""
-    from qkablate.training.session import train_run
+    from qkablate.training.vmapped.program import train_planned
 
     result = plan.run.result
     if result is not None and result["status"] != "failed":
         return str(result["status"])
     try:
-        outcome = train_run(plan, observer=observe_leases([plan.run.folder]))
+        outcome = train_planned(plan, observer=observe_leases([plan.run.folder]))
     except (AlreadyRunning, LeaseLost) as error:
         print_stderr(f"qkablate: {error}")
         return "failed"

@@ -161,7 +161,9 @@ def _train(
         if not is_multirun:
             typed = [*HydraConfig.get().overrides.task]
             words = [*config_flags, *typed, *_words_of_extension(planned.config, typed) * extend]
-            print_next(outcome.result, words, planned.run.folder, config.optim.lr)
+            print_next(
+                outcome.result, words, planned.run.folder, config.optim.lr, _counterpart(config)
+            )
     if is_multirun and outcome.signal:
         raise SystemExit(128 + outcome.signal)
     status = outcome.result["status"]
@@ -218,13 +220,24 @@ def _format_parts(result: dict[str, Any]) -> str:
     return parts if result["loss"]["test"] is None else f"{parts}, test of {format_part(test)}"
 
 
-def print_next(result: dict[str, Any], overrides: list[str], folder: Path, lr: float) -> None:
+def _counterpart(config: Config) -> str:
+    """Return the variant that is compared with standard: a merged W takes no rotation."""
+    return "no_q" if config.model.position == "rope" else "merged_w"
+
+
+def print_next(
+    result: dict[str, Any],
+    overrides: list[str],
+    folder: Path,
+    lr: float,
+    counterpart: str = "merged_w",
+) -> None:
     """Print the commands that a user may want to type next."""
     commands: list[list[str]] = []
     if result["status"] == "done":
         ignored = ("variant=", *keys_with(Role.VARIANT), "seed=", "~", "hydra")
         words = [word for word in overrides if not word.startswith(ignored)]
-        other = "standard" if result["variant"] != "standard" else "merged_w"
+        other = "standard" if result["variant"] != "standard" else counterpart
         commands.append(["train", f"variant={other}", f"seed={result['seed']}", *words])
         if comparison := _propose_comparison(other, result["variant"], overrides, words):
             commands.append(comparison)

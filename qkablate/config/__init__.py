@@ -49,6 +49,7 @@ from qkablate.config.variant import (
     conf_dir,
     config_names,
     list_divisors,
+    mlp_units,
     resolve_variant,
     stream_width,
     variants,
@@ -151,15 +152,19 @@ def check(config: Config) -> None:
         raise ImpossibleConfig(f"optim.cooldown: schedule={optim.schedule} has none; only wsd has")
     if optim.schedule == "constant" and optim.lr_final != OptimConfig().lr_final:
         raise ImpossibleConfig("optim.lr_final: schedule=constant ends at its peak")
-    if model.mlp_ratio and round(model.mlp_ratio * model.d_model) < 1:
+    if model.norm == "none" and model.norm_kind != "layer":
+        raise ImpossibleConfig(f"model.norm_kind: {model.norm_kind}, but model.norm=none has none")
+    if not model.mlp_ratio and model.mlp != "gelu":
+        raise ImpossibleConfig(f"model.mlp: {model.mlp}, but model.mlp_ratio=0 removes the MLP")
+    if model.mlp_ratio and mlp_units(model) < 1:
         raise ImpossibleConfig(
             f"model.mlp_ratio: {model.mlp_ratio} leaves the MLP without a single unit"
             " (0 removes the MLP)"
         )
     if len(optim.betas) != 2 or not all(0 <= beta < 1 for beta in optim.betas):
         raise UserError(f"optim.betas: {optim.betas} are not two numbers from 0 to below 1")
-    if config.compile not in (True, False, "auto"):
-        raise UserError(f"compile: '{config.compile}' is not one of auto, true, false")
+    if config.compile not in (True, False, "auto", "graphs"):
+        raise UserError(f"compile: '{config.compile}' is not one of auto, true, false, graphs")
     if not re.fullmatch(r"auto|cpu|mps|cuda(:\d+)?", config.device, re.ASCII):
         devices = ("auto", "cpu", "cuda", "cuda:N", "mps")
         raise UserError(f"device: {not_one_of(config.device, devices)}")
@@ -192,7 +197,7 @@ def _check_form(model: ModelConfig) -> None:
             f"model.encoder_d_model: {width} is not a multiple of model.heads={model.heads}"
             f" (nearest: {max(1, round(width / model.heads)) * model.heads})"
         )
-    if model.encoder_d_model and model.mlp_ratio and round(model.mlp_ratio * width) < 1:
+    if model.encoder_d_model and model.mlp_ratio and mlp_units(model, width) < 1:
         raise ImpossibleConfig(
             f"model.mlp_ratio: {model.mlp_ratio} leaves the encoder's MLP without a single unit"
         )

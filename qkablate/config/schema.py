@@ -95,7 +95,16 @@ class ModelConfig:
     d_model: int = parameter_key(128, "width of the residual stream", bounds=(1, 2**20))
     heads: int = parameter_key(4, "attention heads per layer", bounds=(1, 2**20))
     context: int = parameter_key(64, "context length in tokens", bounds=(1, 2**24))
-    mlp_ratio: float = parameter_key(4.0, "MLP width / d_model; 0: no MLP", bounds=(0, 1000))
+    mlp_ratio: float = parameter_key(
+        4.0,
+        "MLP width / d_model; of mlp=swiglu, which has a third matrix, 2/3 of it; 0: no MLP",
+        bounds=(0, 1000),
+    )
+    mlp: str = parameter_key(
+        "gelu",
+        "gelu, gelu_tanh (GPT-2's), relu2 (ReLU²), swiglu (gated, as many parameters):",
+        choices=("gelu", "gelu_tanh", "relu2", "swiglu"),
+    )
     dropout: float = parameter_key(0.0, "dropout probability", bounds=(0, 0.99))
     bias: bool = parameter_key(False, "biases in all linear maps and norms")
     tied: bool = parameter_key(
@@ -109,7 +118,10 @@ class ModelConfig:
     position: str = parameter_key(
         "learned", "positions:", choices=("learned", "none", "alibi", "rope")
     )
-    norm: str = parameter_key("pre", "layer norm before each sublayer:", choices=("pre", "none"))
+    norm: str = parameter_key("pre", "norm before each sublayer:", choices=("pre", "none"))
+    norm_kind: str = parameter_key(
+        "layer", "LayerNorm, or RMSNorm without biases:", choices=("layer", "rms")
+    )
     attention_skip: bool = parameter_key(True, "false: the attention's output replaces its input")
     init: str = parameter_key(
         "gpt2",
@@ -174,7 +186,7 @@ class TrainConfig:
         1,
         "runs of a sweep that train as one program, with torch.func.vmap; 1: each alone; auto: many"
         " where that is faster",
-        Role.CONTENT | Role.ARM,
+        Role.CONTENT | Role.ARM | Role.FINETUNE,
         bounds=(1, 4096),
         choices=("auto",),
     )
@@ -298,7 +310,10 @@ class Config:
     device: str = key(
         "auto", "cpu, cuda, cuda:N, mps", Role.IDENTITY | Role.ONE_PER_SWEEP | Role.FINETUNE
     )
-    compile: bool | str = training_key("auto", "true, false; auto: true on CUDA")
+    compile: bool | str = training_key(
+        "auto",
+        "true, false, graphs (CUDA graphs); auto: true on CUDA if the run is long enough to gain",
+    )
     threads: int | str = key(
         "auto",
         "CPU threads; recorded, and reused when the run is resumed",

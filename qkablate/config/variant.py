@@ -59,6 +59,16 @@ def stream_width(model: ModelConfig, site: str) -> int:
     return (site == "encoder" and model.encoder_d_model) or model.d_model
 
 
+def mlp_share(model: ModelConfig) -> float:
+    """Return the share of `mlp_ratio` that the units have, for as many parameters in all."""
+    return 2 / 3 if model.mlp == "swiglu" else 1.0
+
+
+def mlp_units(model: ModelConfig, d_model: int | None = None) -> int:
+    """Return the width of the MLP beside a stream."""
+    return round(model.mlp_ratio * mlp_share(model) * (d_model or model.d_model))
+
+
 def _narrowest(variant: VariantConfig, model: ModelConfig) -> int:
     """Return the width of the narrowest stream that a site of the variant reads."""
     sites = variant_sites(variant, model)

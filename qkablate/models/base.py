@@ -153,9 +153,9 @@ class Model(nn.Module, ABC):
                 continue
             if isinstance(module, nn.Embedding):
                 module.weight.copy_(draw.normal(f"{prefix}.weight", module.weight.shape))
-            elif isinstance(module, nn.LayerNorm):
+            elif isinstance(module, nn.LayerNorm | nn.RMSNorm):
                 nn.init.ones_(module.weight)
-                if module.bias is not None:
+                if isinstance(module, nn.LayerNorm) and module.bias is not None:
                     nn.init.zeros_(module.bias)
             elif isinstance(module, nn.Linear):
                 # nn.Linear stores (out, in); draws are (in, out), as in the circuits.

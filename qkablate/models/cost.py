@@ -15,7 +15,8 @@ from qkablate.attention import Attention
 from qkablate.config import Config, ModelConfig, flatten
 from qkablate.config.variant import SITES, stream_width
 from qkablate.models.base import AttentionLayer, Model
-from qkablate.models.gpt import GPT, MLP
+from qkablate.models.gpt import GPT
+from qkablate.models.mlp import MLP, SwiGLU, count_matrix_elements
 
 
 @dataclass(frozen=True)
@@ -106,9 +107,9 @@ def forward_flops_per_token(
         if isinstance(module, GPT):
             maps = module.embedding_maps()
             flops += sum(2 * part.weight.numel() * tokens for part, tokens in maps) / context
-        elif isinstance(module, MLP):
+        elif isinstance(module, MLP | SwiGLU):
             per_target = source / context if name.startswith("encoder.") else 1
-            flops += 2 * per_target * (module.up.weight.numel() + module.down.weight.numel())
+            flops += 2 * per_target * count_matrix_elements(module)
     return flops
 
 

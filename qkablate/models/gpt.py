@@ -20,20 +20,9 @@ from qkablate.config.variant import variant_sites
 from qkablate.models.base import AttentionLayer, Model
 from qkablate.models.blocked_loss import blocked_loss, rows_per_block
 from qkablate.models.catalogue import make_attention
+from qkablate.models.mlp import make_mlp
 
-
-class MLP(nn.Module):
-    """Two linear layers with a GELU between them."""
-
-    def __init__(self, config: ModelConfig) -> None:
-        super().__init__()
-        hidden = round(config.mlp_ratio * config.d_model)
-        self.up = Linear(config.d_model, hidden, bias=config.bias)
-        self.down = Linear(hidden, config.d_model, bias=config.bias)
-
-    def forward(self, x_BTD: Tensor) -> Tensor:
-        out_BTD: Tensor = self.down(F.gelu(self.up(x_BTD)))
-        return out_BTD
+_RMS_EPS = 1e-5  # Llama's
 
 
 class Block(nn.Module):
@@ -58,7 +47,7 @@ class Block(nn.Module):
         self.norm_cross = make_norm(config) if cross_attention is not None else None
         self.cross_attention = cross_attention
         self.norm_2 = make_norm(config) if config.mlp_ratio else None
-        self.mlp = MLP(config) if config.mlp_ratio else None
+        self.mlp = make_mlp(config) if config.mlp_ratio else None
         self.dropout = nn.Dropout(config.dropout)
         self.attention_skip = config.attention_skip
 
@@ -282,4 +271,6 @@ def make_norm(config: ModelConfig) -> nn.Module:
     """Return the norm before a sublayer."""
     if config.norm == "none":
         return nn.Identity()
+    if config.norm_kind == "rms":
+        return nn.RMSNorm(config.d_model, eps=_RMS_EPS)
     return nn.LayerNorm(config.d_model, bias=config.bias)

@@ -75,6 +75,8 @@ _EARLIER = {
     "model.encoder_layers": None,
     "model.encoder_d_model": None,
     "model.source": None,
+    "model.mlp": "gelu",
+    "model.norm_kind": "layer",
     "variant.sites": "all",
 }
 

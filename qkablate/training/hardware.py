@@ -19,6 +19,7 @@ import torch
 from qkablate.attention.kernels import matmul
 from qkablate.attention.kernels.choice import Gpu
 from qkablate.config import Config
+from qkablate.config.compilation import compiling_pays
 from qkablate.errors import ImpossibleConfig, UserError
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
@@ -29,30 +30,29 @@ def resolve(config: Config, *, remote: bool = False) -> Config:
 
     A `remote` run is trained on another machine, which may have a GPU where this one has none.
     """
-    if remote and config.device == "cuda" and not torch.cuda.is_available():
+    is_absent = remote and config.device == "cuda" and not torch.cuda.is_available()
+    if is_absent:
         precisions = "bf16 (fp16 where the GPUs are older than Ampere) or fp32"
-        for key, allowed in (("precision", precisions), ("compile", "true or false")):
+        for key, allowed in (("precision", precisions), ("compile", "true, false or graphs")):
             if getattr(config, key) == "auto":
                 raise UserError(
                     f"{key}: auto depends on the GPU, and this machine has none; give {allowed}"
                 )
-        device, compiled, threads = config.device, config.compile, 1
+        device, threads = config.device, 1
         if config.attention.kernel == "auto":  # otherwise the GPU would choose another one
             config = dataclasses.replace(
                 config, attention=dataclasses.replace(config.attention, kernel="portable")
             )
     else:
-        device = _resolve_device(config.device)
-        # A vmapped program is not compiled: `auto` means that it may be vmapped.
-        requested = False if config.train.vmap != 1 and config.compile == "auto" else config.compile
-        compiled, threads = _resolve_compile(requested, device), torch.get_num_threads()
+        device, threads = _resolve_device(config.device), torch.get_num_threads()
     precision = _resolve_precision(config.precision, device)
+    config = dataclasses.replace(config, device=device, precision=precision)
+    if config.compile == "graphs":
+        _check_graphs(config)
     return dataclasses.replace(
         config,
-        device=device,
-        precision=precision,
         matmul=_resolve_matmul(config.matmul, device, precision),
-        compile=compiled,
+        compile=config.compile if is_absent else _resolve_compile(config),
         threads=threads if config.threads == "auto" else config.threads,
     )
 
@@ -102,10 +102,16 @@ def _resolve_matmul(name: str, device: str, precision: str) -> str:
     return "onednn" if supported and available and has_slow_fp32() else "torch"
 
 
-def _resolve_compile(requested: bool | str, device: str) -> bool:
-    """Return whether to compile; `auto` compiles on CUDA if what that needs is installed."""
+def _resolve_compile(config: Config) -> bool | str:
+    """Return whether to compile, or `graphs`.
+
+    `auto` compiles on CUDA if the run is long enough, and if what that needs is installed.
+    """
+    requested, device = config.compile, config.device
     cuda = device.startswith("cuda")
-    if requested is False or (requested == "auto" and not cuda):
+    # A vmapped program is not compiled: `auto` means that it may be vmapped.
+    may_gain = cuda and config.train.vmap == 1 and compiling_pays(config)
+    if requested is False or (requested == "auto" and not may_gain):
         return False
     # The compilers of inductor (on a CPU) and Triton (on CUDA), and the headers they need.
     compiler = os.environ.get("CC" if cuda else "CXX")
@@ -119,9 +125,44 @@ def _resolve_compile(requested: bool | str, device: str) -> bool:
         missing = "triton"
     elif cuda and torch.cuda.get_device_capability(device)[0] < 7:
         missing = "a GPU of capability 7.0 or newer"
-    if missing and requested is True:
-        raise UserError(f"compile: true needs {missing}, which is missing here (allowed: false)")
-    return not missing
+    if missing and requested != "auto":
+        raise UserError(
+            f"compile: {str(requested).lower()} needs {missing}, which is missing here"
+            " (allowed: false)"
+        )
+    return False if missing else requested == "auto" or requested
+
+
+def _check_graphs(config: Config) -> None:
+    """Raise if the steps of a run cannot be replayed as CUDA graphs."""
+    reason = ""
+    if not config.device.startswith("cuda"):
+        reason = f"replays CUDA graphs, and the device is {config.device}"
+    elif config.model.dropout:
+        reason = "needs model.dropout=0: nobody has tested that a replay draws new masks"
+    elif config.train.grad_accum > 1:
+        reason = "needs train.grad_accum=1: a replay overwrites the gradients of the one before"
+    if reason:
+        raise ImpossibleConfig(f"compile: graphs {reason} (allowed: auto, true, false)")
+
+
+def compile_loss(loss: Callable[..., Any], config: Config, *, graphs: bool = False) -> Any:
+    """Return a loss compiled as the config says; `graphs` where its calls may become graphs.
+
+    Not dynamic: otherwise the first compilation decides about later ones, and a resumed run would
+    compute in another way than an uninterrupted one.
+    """
+    if not config.compile:
+        return loss
+    if not (graphs and config.compile == "graphs"):
+        return torch.compile(loss, dynamic=False)
+    compiled = torch.compile(loss, dynamic=False, mode="reduce-overhead")
+
+    def replay(*args: Any) -> Any:
+        torch.compiler.cudagraph_mark_step_begin()  # tensors of the last step may be overwritten
+        return compiled(*args)
+
+    return replay
 
 
 def has_fast_bf16() -> bool:

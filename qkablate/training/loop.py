@@ -21,7 +21,7 @@ from qkablate.training.recorders.branches import BranchRecorder, write_predictio
 from qkablate.training.recorders.diagnostics import make_panel, record_attention
 from qkablate.training.recorders.evaluation import PredictionRecorder, evaluate_split
 from qkablate.training.resolve import RunPlan
-from qkablate.training.step import TrainStep
+from qkablate.training.step import StepFactory, TrainStep
 
 WARM_UP = 5  # steps of a session before its speed counts
 
@@ -61,7 +61,7 @@ class Trainer:
         write: Callable[..., None] = lambda *_: None,  # calls a function with the run's folder
         began: float | None = None,
         ranks: Ranks = SINGLE_PROCESS,
-        make_step: Callable[..., TrainStep] = TrainStep,
+        make_step: StepFactory = TrainStep,
     ) -> None:
         self.plan, self.config, self.model, self.ranks = plan, plan.config, model, ranks
         self.sinks, self.stop, self.write = list(sinks), stop, write

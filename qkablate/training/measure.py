@@ -97,7 +97,7 @@ def make_training_step(
     model = model.init_(config.seeds.init).to(config.device)
     optimizer = make_optimizer(model, config)
     *inputs, targets_BT = random_batch(model, config.train.batch_size, config.device)
-    loss: Any = torch.compile(model.loss, dynamic=False) if config.compile else model.loss
+    loss = hardware.compile_loss(model.loss, config, graphs=True)
 
     def step() -> None:
         matmul.set_backend(config.matmul)  # process-wide: the configs alternate

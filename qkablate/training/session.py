@@ -29,7 +29,7 @@ from qkablate.training.recorders.checkpoint_writer import CheckpointWriter
 from qkablate.training.recorders.examples import make_example_tables
 from qkablate.training.resolve import RunPlan, plan_run
 from qkablate.training.signals import Signals, Stopped
-from qkablate.training.step import TrainStep
+from qkablate.training.step import StepFactory, TrainStep
 from qkablate.training.warm_start.branch import start_from_branch
 from qkablate.training.warm_start.start import load_or_project
 
@@ -137,7 +137,7 @@ def train_session(
     ranks: Ranks,
     branching: Branching,
     *,
-    make_step: Callable[..., TrainStep] = TrainStep,
+    make_step: StepFactory = TrainStep,
     is_recoverable: Callable[[Exception], bool] = lambda _: False,
 ) -> Session:
     """Train until the run ends; write and return its result.

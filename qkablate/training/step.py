@@ -1,6 +1,7 @@
 """One optimizer step: forward and backward passes, clipping, update."""
 
 import math
+from collections.abc import Callable
 
 import torch
 from torch import Tensor
@@ -16,6 +17,8 @@ from qkablate.training.feed import Feed, batch_reader
 from qkablate.training.optimizer import learning_rate, make_optimizer
 from qkablate.training.resolve import RunPlan
 
+# Makes the step of a run with this model, from a checkpoint.
+StepFactory = Callable[[RunPlan, Model, Checkpoint | None, Ranks], "TrainStep"]
 NEVER = 2**62  # later than any step
 
 
@@ -38,12 +41,8 @@ class TrainStep:
                 ranks.shard_optimizer_state(resumed.state["optimizer"], self.optimizer)
             )
             self.scaler.load_state_dict(resumed.state["scaler"])
-        # dynamic=False: otherwise the first compilation decides about later ones, and a resumed
-        # run would compute in another way than an uninterrupted one.
-        self.loss, self.loss_and_hits = model.loss, model.loss_and_hits
-        if config.compile:
-            self.loss = torch.compile(model.loss, dynamic=False)
-            self.loss_and_hits = torch.compile(model.loss_and_hits, dynamic=False)
+        self.loss = hardware.compile_loss(model.loss, config, graphs=True)
+        self.loss_and_hits = hardware.compile_loss(model.loss_and_hits, config)
         self.training_loss = ranks.data_parallel(model, self.loss)
         batches = batch_reader(config, plan.data)
         self.feed = Feed(lambda step: ranks.shard(weigh(batches(step))), self.device)

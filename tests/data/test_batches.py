@@ -78,7 +78,7 @@ def test_a_reading_without_a_limit_predicts_every_token_once(limit):
 
 
 def test_inputs_and_targets_are_views_of_their_windows():
-    """So that one copy brings both to a GPU."""
+    """One copy brings both to a GPU."""
     reader = RandomWindows(np.arange(100, dtype=np.uint16), 0, 3, 2, 8)
     for batch in (*reader.step(0), spread_windows(np.arange(100), count=3, context=8)):
         assert batch.windows_NW.shape == (3, 9)

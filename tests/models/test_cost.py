@@ -55,6 +55,8 @@ def test_flops_agree_with_torchs_counter_at_every_site(name, sites):
         {"embedding_width": 8},
         {"embedding_width": 8, "tied": False},
         {"mlp_ratio": 0.0},
+        {"mlp": "swiglu", "norm_kind": "rms"},
+        {"mlp": "relu2"},
     ],
     ids=str,
 )

@@ -34,6 +34,13 @@ class Case(NamedTuple):
         return self.kept * 2 * 256 * 64 * 4
 
     @property
+    def name(self) -> str:
+        """The words of a test's name."""
+        flags = {"dropout": self.dropout, "recompute": self.recompute, "blocks": self.blocks}
+        parts = [self.variant, self.precision, self.kernel, self.position]
+        return " ".join([*parts, *(name for name, is_on in flags.items() if is_on), self.words])
+
+    @property
     def settings(self) -> dict[str, str]:
         """The words of the run."""
         return {
@@ -55,6 +62,7 @@ class Case(NamedTuple):
 # The last number bounds what a block keeps for the backward pass, in fp32 streams of d_model.
 _TABLE = """
 standard fp16 flash learned dropout recompute blocks 1.5
+standard bf16 cudnn rope dropout 14
 collaborative bf16 math learned 39
 four_matrix bf16 folded learned dropout blocks 45
 four_ov fp32 folded learned recompute blocks 1.5
@@ -63,6 +71,7 @@ low_rank_w fp32 folded alibi dropout 57
 merged_ov fp16-sm75 efficient learned dropout blocks 16
 merged_w fp32 blocked learned blocks 31
 mqa bf16 blocked alibi recompute 1.5
+no_k fp16 cudnn learned recompute blocks 1.5
 no_k fp32 efficient learned dropout recompute 1.5
 no_o bf16 folded learned blocks 38
 no_q bf16 folded alibi recompute blocks 1.5
@@ -100,6 +109,9 @@ IMPOSSIBLE = {
     ("fp32", "flash"),
     ("blocked", 0.1),
     ("flash", "alibi"),
+    ("fp16-sm75", "cudnn"),
+    ("fp32", "cudnn"),
+    ("cudnn", "alibi"),
     ("static", "rope"),
 }
 
@@ -117,6 +129,42 @@ def _parse(row: str) -> Case:
         kept=float(kept),
     )
 
+
+# By variant, the kernel that is chosen on an H100 in bf16, and the same bound with it.
+_CHOSEN = """
+standard cudnn 11.5
+collaborative cudnn 11.5
+four_matrix cudnn 12.5
+four_ov cudnn 12.0
+gqa cudnn 11.5
+low_rank_w cudnn 12.0
+merged_ov efficient 14.0
+merged_w efficient 14.0
+mqa cudnn 10.5
+no_k cudnn 11.0
+no_o cudnn 11.5
+no_q cudnn 11.0
+no_qk cudnn 10.5
+no_v cudnn 11.5
+no_vo cudnn 11.0
+qk_norm cudnn 14.0
+shared_qk cudnn 10.5
+shared_qk_reformer efficient 12.0
+six_matrix cudnn 13.0
+standard_reassociated efficient 14.5
+static_scores static 21.5
+sym_diag cudnn 11.0
+sym_pairwise cudnn 12.0
+symmetric_w efficient 14.5
+tied_kv cudnn 10.5
+tied_qkv cudnn 9.5
+uniform static 9.5
+wide_qk efficient 15.0
+"""
+CHOSEN = {
+    Case(variant, "bf16", kept=float(kept)): kernel
+    for variant, kernel, kept in map(str.split, _CHOSEN.strip().splitlines())
+}
 
 CASES = [_parse(row) for row in _TABLE.strip().splitlines()]
 

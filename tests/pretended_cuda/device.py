@@ -23,6 +23,7 @@ from torch.nn import functional as F  # noqa: E402
 CAPABILITY = [9, 0]
 PINNED: dict[int, Tensor] = {}  # by storage, which is kept so that its number stays its own
 WAITS: list[Callable[[str], None]] = []  # called with the name of an explicit wait
+WIDEST: list[int] = []  # bytes of the tensors that count to the peak memory
 aten = torch.ops.aten
 
 
@@ -101,6 +102,8 @@ def attend(
         flash = aten._scaled_dot_product_flash_attention
         out: Tensor = flash(q, k, v, dropout_p, is_causal, scale=scale)[0]
     elif backends.cudnn_sdp_enabled():
+        if is_fp32 or strided or CAPABILITY[0] < 8 or max(widths) > 128:
+            raise RuntimeError("No available kernel: cudnn")
         keeps = any(x.requires_grad for x in (q, k, v)) and torch.is_grad_enabled()
         cudnn = aten._scaled_dot_product_cudnn_attention
         out = cudnn(q, k, v, attn_mask, keeps, dropout_p, is_causal, scale=scale)[0]
@@ -144,7 +147,7 @@ def _install() -> None:
         "set_rng_state": lambda state, device=None: None,
         "synchronize": lambda device=None: wait("synchronize"),
         "empty_cache": lambda: None,
-        "reset_peak_memory_stats": lambda device=None: None,
+        "reset_peak_memory_stats": lambda device=None: WIDEST.clear(),
         "max_memory_allocated": lambda device=None: 0,
         "Event": _Event,
         "_lazy_init": lambda: None,
@@ -153,6 +156,7 @@ def _install() -> None:
         "_maybe_exchange_device": lambda device: 0,
     }.items():
         setattr(cuda, name, function)
+    torch.backends.cudnn.is_available = lambda: True
     # Without it torch warns that a CPU build has no accelerator.
     torch.accelerator.is_available = lambda: False
     FakeTensorMode.avoid_device_init = property(lambda self: True)  # type: ignore[assignment]

@@ -177,6 +177,11 @@ FAULTS["the log reads twice"] = _after(
 )
 
 
+FAULTS["the peak is not reset"] = lambda: replaced(
+    hardware, "reset_peak_memory", lambda device: None
+)
+
+
 def _clip(parameters: Any, limit: float) -> Tensor:
     return _real_clip(parameters, limit, error_if_nonfinite=True)
 

@@ -1,5 +1,6 @@
 """A run on the pretended device: the loop as it is, with what it launches and waits for."""
 
+import dataclasses
 import tempfile
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -12,6 +13,7 @@ from torch._subclasses.fake_tensor import FakeTensor, unset_fake_temporarily
 from torch.utils._pytree import tree_map
 
 from qkablate.compose.configs import make_config, open_hydra
+from qkablate.config import VariantConfig, resolve_variant, variants
 from qkablate.data import Data
 from qkablate.models import blocked_loss
 from qkablate.models.base import Model
@@ -21,7 +23,7 @@ from qkablate.training.recorders import evaluation
 from qkablate.training.recorders.checkpoint_writer import CheckpointWriter
 from qkablate.training.resolve import RunPlan, plan_run
 from tests.pretended_cuda import watch
-from tests.pretended_cuda.device import pretended_cuda, storage
+from tests.pretended_cuda.device import WIDEST, pretended_cuda, storage
 
 STEPS = 2
 WORDS = {
@@ -154,7 +156,11 @@ def trace(
     blocked_loss.LOGITS_PER_BLOCK = 2**15 if blocks else 2**25
     with pretended_cuda(capability):
         with unset_fake_temporarily(), open_hydra():
-            plan = plan_run(make_config(whole))
+            # Hydra takes a third of a second for each choice of groups that is new to it.
+            config = make_config({key: value for key, value in whole.items() if key != "variant"})
+            named = VariantConfig(**variants()[whole.get("variant", "standard")])
+            variant = resolve_variant(named, config.model)
+            plan = plan_run(dataclasses.replace(config, variant=variant))
         return _train(plan)
 
 
@@ -198,15 +204,18 @@ def _train(plan: RunPlan) -> dict[str, Any]:
         trainer.evaluate = phase(watched, "evaluate", trainer.evaluate)  # type: ignore[method-assign]
         trainer.checkpoint = phase(watched, "checkpoint", trainer.checkpoint)  # type: ignore[method-assign]
         watched.phase = "loop"
+        probed = max(WIDEST, default=0)
         kept = Kept(model)
         with torch.autograd.graph.saved_tensors_hooks(kept.pack, lambda saved: saved):
-            trainer.fit()
+            for _ in trainer.fit():
+                pass
         checkpoints.wait()
     return {
         "kinds": ["reads", "uploads", "waits", "wide"],
         "kernel": model.kernel,
         "rows": [sorted(row) for row in rows],
         "written": written,
+        "probed": probed,
         "kept": kept.bytes,
         "reads": {name: dict(events) for name, events in watched.reads.items()},
         "uploads": {name: dict(events) for name, events in watched.uploads.items()},

@@ -1,4 +1,4 @@
-"""What a traced program launches, waits for and copies, by phase of training."""
+"""Launches, waits and copies of a traced program, by phase of training."""
 
 import traceback
 from collections import Counter, defaultdict
@@ -9,7 +9,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from tests.pretended_cuda.device import PINNED, WAITS, storage
+from tests.pretended_cuda.device import PINNED, WAITS, WIDEST, storage
 
 NEVER = 2**62  # what an integer on the device counts as
 # Their results have a length that depends on values.
@@ -51,6 +51,7 @@ class Watch(TorchDispatchMode):
         if name in ("_to_copy", "copy_"):
             self._check_copy(name, args, kwargs, out)
         outs = [x for x in tree_leaves(out) if isinstance(x, Tensor) and x.device.type == "cuda"]
+        WIDEST[:] = [max([*WIDEST, *(x.nbytes for x in outs)], default=0)]
         if any(x.dtype == torch.float64 and x.dim() for x in outs):
             self._count(self.wide, name)
         return out

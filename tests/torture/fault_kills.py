@@ -28,6 +28,7 @@ KINDS = {
     "bf16, accumulating": ["train", "precision=bf16", "train.grad_accum=2"],
     "W&B": ["train", "tracking.wandb=offline"],
     "sweep": ["sweep", *_SWEEP],
+    "programs": ["sweep", *_SWEEP, "train.vmap=2"],
     "bf16 sweep": ["sweep", *_SWEEP, "precision=bf16"],
     "horizons": [
         *("sweep", "variant=standard", "sweep.floor=false", "workers=2", "optim.schedule=wsd"),

@@ -5,6 +5,10 @@ import json
 import pytest
 import torch
 
+from qkablate.training.checkpoint import Checkpoint, TrainProgress
+from qkablate.training.recorders.checkpoint_writer import snapshot
+from tests.training.helpers import assert_identical, interrupt_after, run_folder
+
 pytestmark = [
     pytest.mark.gpu,
     pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
@@ -65,3 +69,25 @@ def test_gpu_diagnostics_equal_cpus_and_change_nothing(
     for part, measure in (("qk", "nuclear"), ("ov", "symmetry"), ("attention", "entropy")):
         for first, second in zip(one[part][measure], other[part][measure], strict=True):
             assert first == pytest.approx(second, rel=1e-2 if part == "attention" else 1e-3)
+
+
+def test_a_snapshot_is_of_its_moment():
+    """Copies are queued before what changes the tensors, and may end after it is."""
+    weight = torch.arange(2**24, dtype=torch.float32, device="cuda")
+    state = {"optimizer": {"state": {0: {"step": torch.ones((), device="cuda")}}}}
+    taken, wait = snapshot(Checkpoint(TrainProgress(3), {"w": weight}, state))
+    weight.zero_()
+    state["optimizer"]["state"][0]["step"].zero_()
+    wait()
+    assert torch.equal(taken.weights["w"], torch.arange(2**24, dtype=torch.float32))
+    assert taken.state["optimizer"]["state"][0]["step"] == 1
+
+
+def test_deterministic_training_resumes_bit_identically(qkablate, tiny, tmp_path, monkeypatch):
+    words = [*tiny, "device=cuda", "compile=false", "deterministic=true", "model.dropout=0.1"]
+    assert qkablate("train", *words, "out=whole").code == 0
+    with monkeypatch.context() as patch:
+        interrupt_after(patch, 7)
+        assert qkablate("train", *words, "out=stopped").code == 143
+    assert qkablate("train", *words, "out=stopped").code == 0
+    assert_identical(run_folder(tmp_path, "whole"), run_folder(tmp_path, "stopped"))

@@ -8,9 +8,10 @@ import pytest
 import torch
 
 from qkablate.attention.kernels import matmul
-from qkablate.config import Config
+from qkablate.attention.kernels.choice import Gpu
+from qkablate.config import Config, ModelConfig, TrainConfig
 from qkablate.errors import UserError
-from qkablate.training.hardware import measure_peak_flops, resolve
+from qkablate.training.hardware import compile_loss, find_gpu, measure_peak_flops, resolve
 
 INTEL = {"cpu_name": "Intel Xeon"}
 
@@ -82,6 +83,91 @@ def test_freed_memory_is_kept_for_the_next_step():
     done = subprocess.run([sys.executable, "-c", _FAULTS], capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     assert int(done.stdout) < 100
+
+
+@pytest.fixture
+def gpu(monkeypatch):
+    """Pretend to have a GPU and all that compiling needs."""
+    monkeypatch.setattr("torch.cuda.is_available", lambda: True)
+    monkeypatch.setattr("torch.cuda.device_count", lambda: 1)
+    monkeypatch.setattr("torch.cuda.get_device_capability", lambda device=None: (9, 0))
+    monkeypatch.setattr("shutil.which", lambda name: f"/usr/bin/{name}")
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: name)
+    monkeypatch.setattr("pathlib.Path.exists", lambda path: True)
+
+
+@pytest.mark.parametrize(
+    ("compiled", "steps", "expected"),
+    [
+        *(("auto", 1000, False), ("auto", 10**6, True), ("graphs", 1000, "graphs")),
+        *((True, 1000, True), (False, 10**6, False)),
+    ],
+)
+def test_compile_on_a_gpu(gpu, compiled, steps, expected):
+    asked = Config(device="cuda", precision="bf16", compile=compiled, train=TrainConfig(steps))
+    assert resolve(asked).compile == expected
+
+
+def test_compile_auto_is_false_on_a_cpu():
+    asked = Config(device="cpu", precision="fp32", train=TrainConfig(10**6))
+    assert resolve(asked).compile is False
+
+
+@pytest.mark.parametrize(
+    ("keys", "reason"),
+    [
+        ({"device": "cpu"}, "graphs replays CUDA graphs, and the device is cpu"),
+        ({"model": ModelConfig(dropout=0.1)}, "graphs needs model.dropout=0"),
+        ({"train": TrainConfig(10, grad_accum=2)}, "graphs needs train.grad_accum=1"),
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize("remote", [True, False])
+def test_graphs_that_cannot_be_are_refused(gpu, monkeypatch, keys, reason, remote):
+    if remote:
+        monkeypatch.setattr("torch.cuda.is_available", lambda: False)
+    base = {"device": "cuda", "precision": "bf16", "compile": "graphs"}
+    with pytest.raises(UserError, match=f"compile: {reason}"):
+        resolve(Config(**base | keys), remote=remote)
+
+
+def test_missing_compiler_is_named_with_the_value_that_needs_it(gpu, monkeypatch):
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    for value in ("graphs", True):
+        with pytest.raises(UserError, match=f"compile: {str(value).lower()} needs triton, which"):
+            resolve(Config(device="cuda", precision="bf16", compile=value))
+
+
+def test_plan_for_an_absent_gpu_has_portable_kernels(gpu, monkeypatch):
+    asked = Config(device="cuda", precision="bf16", compile=False)
+    here = resolve(asked, remote=True)
+    assert (here.attention.kernel, find_gpu(here)) == (
+        "auto",
+        Gpu((9, 0), cudnn=False, triton=True),
+    )
+    monkeypatch.setattr("torch.cuda.is_available", lambda: False)
+    elsewhere = resolve(asked, remote=True)
+    assert (elsewhere.attention.kernel, find_gpu(elsewhere)) == ("portable", None)
+
+
+def test_deterministic_runs_do_not_use_cudnn(gpu, monkeypatch):
+    monkeypatch.setattr("torch.backends.cudnn.is_available", lambda: True)
+    for deterministic in (True, False):
+        gpu = find_gpu(Config(device="cuda", deterministic=deterministic))
+        assert gpu.cudnn is not deterministic
+
+
+@pytest.mark.parametrize("compiled", [False, True, "graphs"])
+def test_loss_becomes_a_graph_only_where_asked(monkeypatch, compiled):
+    calls = []
+    monkeypatch.setattr("torch.compile", lambda f, **how: calls.append(how) or (lambda x: x + 1))
+    monkeypatch.setattr("torch.compiler.cudagraph_mark_step_begin", lambda: calls.append("step"))
+    config = Config(compile=compiled)
+    plain, graphed = (compile_loss(abs, config, graphs=g) for g in (False, True))
+    assert (plain(2), graphed(2)) == ((2, 2) if compiled is False else (3, 3))
+    static, graphs = {"dynamic": False}, {"dynamic": False, "mode": "reduce-overhead"}
+    expected = {False: [], True: [static, static], "graphs": [static, graphs, "step"]}
+    assert calls == expected[compiled]
 
 
 def test_the_peak_is_measured_with_numbers_that_differ(monkeypatch):

@@ -24,6 +24,7 @@ from torch.nn import functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.functional import pad
 
+from qkablate.attention.kernels import vmapped
 from qkablate.attention.kernels.blocked import blocked_attention, fold, matmul_dtype
 
 _BACKENDS = {
@@ -89,9 +90,7 @@ def attend(
         bias = bias.expand(batch, heads, queries, -1)
     causal = causal and bias is None
     with force_backend(kernel):
-        o_BHTV = F.scaled_dot_product_attention(
-            q_BHTE, k_BHSE, v_BHSV, bias, dropout, is_causal=causal, scale=scale
-        )
+        o_BHTV = vmapped.attention(q_BHTE, k_BHSE, v_BHSV, bias, dropout, causal, scale)
     return o_BHTV[..., :value_width]
 
 
@@ -146,8 +145,9 @@ def _mask_keys(bias: Tensor | None, key_mask_BS: Tensor, like: Tensor) -> Tensor
 
 def causal_mask(like_TS: Tensor, first: int = 0) -> Tensor:
     """Return −∞ for every key after the query, as TS; the first query has position `first`."""
-    mask_TS = torch.full(like_TS.shape[-2:], -torch.inf, dtype=like_TS.dtype, device=like_TS.device)
-    return mask_TS.triu_(1 + first)
+    shape, kind = like_TS.shape[-2:], like_TS.dtype
+    # Of no input, so that under vmap it is one mask for all.
+    return torch.full(shape, -torch.inf, dtype=kind, device=like_TS.device).triu_(1 + first)
 
 
 def _per_head(x_BGSE: Tensor, heads: int) -> Tensor:

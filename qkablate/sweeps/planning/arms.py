@@ -111,19 +111,19 @@ def share_vmap(arms: Iterable[Arm]) -> list[Arm]:
     Other sizes are not affected.
     """
     arms = list(arms)
-    single: dict[str, list[str]] = defaultdict(list)  # by baseline
+    reasons: dict[str, str] = {}  # by baseline; '' where it would not pay
     for arm in arms:
         if arm.config.train.vmap == 1:
-            reason = f"{arm.name}: {arm.not_vmapped}" if arm.not_vmapped else ""
-            single[arm.baseline or arm.name].append(reason)
-    return [_without_vmap(arm, single.get(arm.baseline or arm.name)) for arm in arms]
+            own = f"{arm.name}: {arm.not_vmapped}" if arm.not_vmapped else ""
+            baseline = arm.baseline or arm.name
+            reasons[baseline] = reasons.get(baseline) or own
+    return [_without_vmap(arm, reasons.get(arm.baseline or arm.name)) for arm in arms]
 
 
-def _without_vmap(arm: Arm, reasons: list[str] | None) -> Arm:
-    if reasons is None or arm.overrides.get("train.vmap", "1") == "1":
+def _without_vmap(arm: Arm, reason: str | None) -> Arm:
+    if reason is None or arm.overrides.get("train.vmap", "1") == "1":
         return arm
     train = replace(arm.config.train, vmap=1)
-    reason = arm.not_vmapped or next(filter(None, reasons), "")
     overrides = {**arm.overrides, "train.vmap": "1"}
     config = replace(arm.config, train=train)
     return replace(arm, config=config, overrides=overrides, not_vmapped=reason)

@@ -7,12 +7,13 @@ to rounding, where the MLPs of an encoder and a decoder differ in width.
 
 import math
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from fractions import Fraction
 from typing import Protocol
 
 from qkablate.config import ModelConfig, stream_width
 from qkablate.config.sweep import ControlConfig
+from qkablate.config.variant import mlp_share, mlp_units
 from qkablate.errors import UserError
 
 REACH = 16  # steps searched on either side of where the arm's own MLP ratio meets the target
@@ -125,9 +126,10 @@ class _Search:
         d_model = self._d_model(n)
         if n * self.step != getattr(self.start, self.key):
             changes[f"model.{self.key}"] = n * self.step
-        if units != round(self.start.mlp_ratio * d_model):
-            ratio = units / d_model
-            assert round(ratio * d_model) == units  # as the model reads it
+        if units != mlp_units(self.start, d_model):
+            ratio = units / d_model / mlp_share(self.start)
+            # As the model reads it.
+            assert mlp_units(replace(self.start, mlp_ratio=ratio), d_model) == units
             changes["model.mlp_ratio"] = ratio
         return changes
 
@@ -175,7 +177,7 @@ class _Search:
 
     def _nominal(self, n: int) -> int:
         """Return the MLP's width at the ratio of the start."""
-        return max(1, round(self.start.mlp_ratio * self._d_model(n)))
+        return max(1, mlp_units(self.start, self._d_model(n)))
 
     def _cost_at(self, n: int, units: int) -> float | None:
         size = self.size(self.changes(n, units))
@@ -203,7 +205,7 @@ class _Search:
         below = math.floor(exact)
         near = range(below - 1, below + 3) if rounds else (below, below + 1)
         units = min(near, key=lambda m: (abs(mismatch(m)), abs(m - nominal)))
-        ratio = self.start.mlp_ratio
+        ratio = self.start.mlp_ratio * mlp_share(self.start)
         return _Candidate(
             n=n,
             units=units,

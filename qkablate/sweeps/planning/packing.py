@@ -53,7 +53,9 @@ def pack(manifest: Manifest, settings: SweepConfig) -> tuple[Manifest, Slots]:
         if has_gpu:
             slots = _gpu_slots(settings, runs)
         else:
-            need = _PROCESS_BYTES + BYTES_PER_PARAMETER * max(arm.total_params for arm in arms)
+            need = _PROCESS_BYTES + BYTES_PER_PARAMETER * max(
+                arm.total_params * int(arm.config.train.vmap) for arm in arms
+            )
             fit = _USABLE * hardware.free_memory() / need
             slots = [None] * _count_slots(settings, int(max(1, min(runs, cores // threads, fit))))
         cores = max(1, cores // len(slots))
@@ -93,7 +95,7 @@ def _estimate_bytes(arm: Arm) -> float:
     numbers += 4 * int(arm.facts.get("vocabulary", 0))
     on_cpu = arm.config.device == "cpu"
     activations = 4 * train.batch_size * context * numbers if on_cpu else 0
-    return BYTES_PER_PARAMETER * arm.total_params + activations
+    return int(train.vmap) * (BYTES_PER_PARAMETER * arm.total_params + activations)
 
 
 def _count_slots(settings: SweepConfig, auto: int) -> int:

@@ -5,6 +5,7 @@ from collections.abc import Collection, Mapping
 from typing import Any
 
 from qkablate.config import EngineConfig
+from qkablate.config.variant import mlp_units
 from qkablate.screen import PLAIN, Screen
 from qkablate.sweeps.planning.estimate import RunEstimate, estimate_sweep
 from qkablate.sweeps.planning.manifest import Arm, Manifest
@@ -65,6 +66,7 @@ def format_plan(
             f" longer one: {steps.trained:,} of {steps.whole:,} steps are trained"
         )
     lines.append(f"packing  {_packing(manifest, slots, engine)}; the largest first")
+    lines += _describe_vmap(manifest)
     if others := _find_namesakes(manifest):
         have = "have" if len(others) > 1 else "has"
         lines.append(
@@ -74,10 +76,12 @@ def format_plan(
         lines.append(f"done     {format_count(len(done), 'run')} already, in this sweep or another")
     if estimates is not None:
         cost = estimate_sweep(manifest, estimates, slots, done, steps.fractions)
-        one, all_slots = format_short(cost.max_bytes), format_short(slots * cost.max_bytes)
+        at_once = slots * max(int(arm.config.train.vmap) for arm in manifest.arms.values())
+        at_once = min(at_once, max(slots, len(manifest.runs)))
+        one, all_slots = format_short(cost.max_bytes), format_short(at_once * cost.max_bytes)
         lines.append(
             f"cost     about {format_duration(cost.seconds)}, {format_short(cost.flops)}FLOP;"
-            f" memory {one}B at most for one run, {all_slots}B for {slots} of them"
+            f" memory {one}B at most for one run, {all_slots}B for {at_once} of them"
         )
         if engine is not None and engine.name != "local":
             lines.append("         timed on this machine, one run alone, without queueing")
@@ -119,7 +123,7 @@ def _format_arms(manifest: Manifest, estimates: Estimates | None, screen: Screen
         cells = [
             *(_title(arm), f"{arm.params:,}", f"{arm.total_params:,}", _mismatch(arm, manifest)),
             *[f"{model.d_model:,}"] * is_moved,
-            *(f"{round(model.mlp_ratio * model.d_model):,}", format_short(arm.flops)),
+            *(f"{mlp_units(model):,}", format_short(arm.flops)),
             f"{counts[arm.name]}{finals}",
         ]
         if estimates is not None:
@@ -156,6 +160,24 @@ def _packing(manifest: Manifest, slots: int, engine: EngineConfig | None) -> str
     return f"{', '.join(parts)} each"
 
 
+def _describe_vmap(manifest: Manifest) -> list[str]:
+    """Return how many runs train as programs, and why others that were to do so do not."""
+    counts = Counter(run.arm for run in manifest.runs)
+    most = {arm.name: int(arm.config.train.vmap) for arm in manifest.arms.values()}
+    vmapped = sum(counts[name] for name, number in most.items() if number > 1)
+    lines = []
+    if vmapped:
+        each = format_list(sorted({str(number) for number in most.values() if number > 1}, key=int))
+        lines.append(
+            f"vmap     {vmapped:,} of {format_count(len(manifest.runs), 'run')} train together, up"
+            f" to {each} of an arm as one program"
+        )
+    reasons = Counter(arm.not_vmapped for arm in manifest.arms.values() if arm.not_vmapped)
+    for reason, number in reasons.items():
+        lines.append(f"         {format_count(number, 'arm')} not vmapped: {reason}")
+    return lines
+
+
 def plan_to_json(
     manifest: Manifest,
     slots: int,
@@ -181,6 +203,7 @@ def plan_to_json(
                 "arm": arm.name,
                 **{key: getattr(arm, key) for key in ("variant", "controls", "baseline")},
                 **{key: getattr(arm, key) for key in ("params", "mismatch", "overrides")},
+                "vmap": arm.config.train.vmap,
                 "params_with_embeddings": arm.total_params,
                 "flops_per_token": arm.flops,
                 "seconds_per_run": estimates[arm.name].seconds if estimates else None,

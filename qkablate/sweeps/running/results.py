@@ -11,6 +11,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
+from qkablate.config.variant import mlp_units
 from qkablate.disk import read_file, replace_file, write_atomic
 from qkablate.errors import sanitize
 from qkablate.runs.records import is_number
@@ -106,7 +107,7 @@ def _row(manifest: Manifest, state: RunState, blank: dict[str, Any]) -> dict[str
         "arm": arm.name,
         "control": ",".join(arm.controls),
         "tuning": run.tuning,
-        "mlp_width": round(model.mlp_ratio * model.d_model),
+        "mlp_width": mlp_units(model),
         "data": config.data.source,
         "seed": config.seed,
         "lr": config.optim.lr,

@@ -21,7 +21,7 @@ from qkablate.disk import make_folder, open_append
 from qkablate.errors import UserError, print_stderr
 from qkablate.redaction import redact
 from qkablate.runs.lease import AlreadyRunning, LeaseLost, LeaseObserver
-from qkablate.runs.run import EXIT_CODES
+from qkablate.runs.run import EXIT_CODES, count_cores
 from qkablate.sweeps.engines import base
 from qkablate.sweeps.planning.manifest import Manifest
 from qkablate.sweeps.running.state import RunState
@@ -34,6 +34,8 @@ from qkablate.training.vmapped import program
 
 # A process killed from outside can be resumed; one that crashed would crash again.
 _EXTERNAL_SIGNALS = {signal.SIGKILL, signal.SIGTERM, signal.SIGINT, signal.SIGHUP}
+
+MAX_COMPILERS = 8  # processes with which a run compiles
 
 
 def run_worker(
@@ -69,7 +71,17 @@ def _train_logged(task: base.RunTask, wait: Callable[[], object]) -> int:
     # tqdm's own lock is shared between processes, and would start a process to track it.
     tqdm.set_lock(threading.RLock())
     threading.Thread(target=_stop_with_launcher, args=(wait,), daemon=True).start()
+    limit_compilers(task.packed)
     return _train(task) if task.config.train.vmap == 1 else _train_program(task)
+
+
+def limit_compilers(packed: int) -> None:
+    """Let torch's compiler use this run's share of the cores, unless the user has set another.
+
+    Otherwise every run starts as many processes as there are cores, up to 32.
+    """
+    share = max(1, count_cores() // max(1, packed))
+    os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", str(min(MAX_COMPILERS, share)))
 
 
 def _train(task: base.RunTask) -> int:

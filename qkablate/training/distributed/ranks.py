@@ -18,9 +18,9 @@ from itertools import islice
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from qkablate.config import Config
-from qkablate.errors import UserError
+from qkablate.errors import UserError, print_stderr
 from qkablate.redaction import redact
-from qkablate.runs.run import count_cores
+from qkablate.runs.run import count_cores, label
 from qkablate.training.signals import Signals
 
 if TYPE_CHECKING:
@@ -80,13 +80,21 @@ class Ranks:
                 f"device: {config.device} is one device, and there are {self.count} processes"
                 " (allowed: auto, cpu, cuda)"
             )
+        if config.compile == "graphs":
+            raise UserError(
+                "compile: graphs needs one process, since graphs hold no communication (allowed:"
+                " auto, true, false)"
+            )
         if config.train.fsdp and config.compile is True:
             raise UserError("train.fsdp: true needs compile=false")
         threads = config.threads
         if threads == "auto":  # torchrun would set 1
             threads = max(1, count_cores() // self.local_count)
+        if config.train.vmap != 1 and self.is_first:
+            print_stderr(f"{label(config)} is not vmapped: {self.count} processes train it")
         return dataclasses.replace(
             config,
+            train=dataclasses.replace(config.train, vmap=1),
             device=self._resolve_device(config.device),
             threads=threads,
             compile=False if config.train.fsdp else config.compile,

@@ -8,9 +8,11 @@ from typing import Any, Self
 
 import torch
 from torch import Tensor
-from torch.utils._pytree import tree_map_only
+from torch.utils._pytree import tree_leaves, tree_map_only
 
 from qkablate.training.checkpoint import Checkpoint
+
+MAX_PINNED = 2**32  # bytes of a checkpoint
 
 
 class CheckpointWriter:
@@ -76,19 +78,18 @@ def snapshot(state: Checkpoint) -> tuple[Checkpoint, Callable[[], None]]:
     """Return a copy on the CPU that training does not change, and a wait until it is complete.
 
     Copies from a GPU are queued after the steps until now and before the next one, and the host
-    goes on.
+    goes on; it waits for those of a large model, whose pinned memory would be lacking elsewhere.
     """
-    is_queued = False
+    content: tuple[dict[str, Tensor], dict[str, Any]] = (state.weights, state.state)
+    tensors = [x for x in tree_leaves(content) if isinstance(x, Tensor) and x.is_cuda]
+    is_queued = 0 < sum(tensor.nbytes for tensor in tensors) <= MAX_PINNED
 
     def take(tensor: Tensor) -> Tensor:
-        nonlocal is_queued
-        if not tensor.is_cuda:
-            return tensor.detach().clone()
-        is_queued = True
+        if not (tensor.is_cuda and is_queued):
+            return tensor.detach().to("cpu", copy=True)
         pinned = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
         return pinned.copy_(tensor.detach(), non_blocking=True)
 
-    content: tuple[dict[str, Tensor], dict[str, Any]] = (state.weights, state.state)
     weights, training = tree_map_only(Tensor, take, content)
     taken = Checkpoint(copy.deepcopy(state.progress), weights, training)
     if not is_queued:

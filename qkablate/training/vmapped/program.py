@@ -19,10 +19,16 @@ from qkablate.models.base import Model
 from qkablate.runs.lease import LeaseLost, LeaseObserver
 from qkablate.runs.prefix import NO_BRANCHING, Branching
 from qkablate.training import environment, hardware
+from qkablate.training import session as single
 from qkablate.training.checkpoint import Checkpoint
 from qkablate.training.distributed.ranks import SINGLE_PROCESS, Ranks
 from qkablate.training.resolve import RunPlan
-from qkablate.training.session import Outcome, Session, find_result, train_session
+from qkablate.training.session import (
+    Outcome,
+    Session,
+    find_result,
+    train_session,
+)
 from qkablate.training.signals import Signals, Stopped
 from qkablate.training.vmapped.stack import RunStack, StackedStep
 
@@ -121,6 +127,22 @@ class _Session:
         """End the session where it is; it can resume from its last checkpoint."""
         with self.member.output():
             self._session.close()
+
+
+def train_planned(
+    plan: RunPlan,
+    *,
+    rerun: bool = False,
+    observer: LeaseObserver | None = None,
+    ranks: Ranks = SINGLE_PROCESS,
+    branching: Branching = NO_BRANCHING,
+) -> Outcome:
+    """Train one run, vmapped or not, as its plan says; errors are those of `train_run`."""
+    if plan.config.train.vmap == 1:
+        return single.train_run(
+            plan, rerun=rerun, observer=observer, ranks=ranks, branching=branching
+        )
+    return train_alone(Member(plan, rerun=rerun, observer=observer, branching=branching))
 
 
 def train_alone(member: Member) -> Outcome:

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.func import functional_call, vmap
 
+from qkablate.attention.kernels import vmapped
 from qkablate.data import Batch
 from qkablate.models.base import Model
 from qkablate.training import hardware
@@ -127,7 +128,7 @@ class RunStack:
         ]
         positions = [b.positions_NA for b in batches if b.positions_NA is not None]
         tensors += [torch.stack(positions)] if positions else []
-        with hardware.autocast(self._config):
+        with hardware.autocast(self._config), vmapped.enabled():
             losses_K: Tensor = vmap(self._loss.compute)(self._leaves, *tensors)
         return losses_K
 

@@ -24,7 +24,9 @@ def find_obstacle(config: Config, model: Model, loss_blocks: int) -> str:
         "train.fsdp shards one run": train.fsdp,
         "precision=fp16 scales the loss of one run": config.precision == "fp16",
         "compile=true compiles the step of one run": bool(config.compile),
-        "the kernel `blocked` has no batched form": "blocked" in kernels,
+        "the kernels `blocked` and `wide` have no batched form": bool(
+            kernels & {"blocked", "wide"}
+        ),
         "its logits are computed in blocks, to save memory": loss_blocks > 1,
         "variant.file may hold what torch cannot vmap": config.variant.file is not None,
         "there is no fused AdamW on mps": config.device == "mps",

@@ -57,3 +57,31 @@ def test_every_setting_that_depends_on_the_length_is_known():
     short, long = map(flatten, configs)
     differ = {key for key in flatten(Config()) if short[key] != long[key]}
     assert differ == {"train.steps", "diagnostics.every", *LENGTH_KEYS}
+
+
+def vmapped(manifest):
+    return {arm.name: int(arm.config.train.vmap) for arm in manifest.arms.values()}
+
+
+def test_arms_that_are_compared_are_vmapped_together_or_not_at_all(plan_grid):
+    """At 128 tokens one of them has a kernel that cannot be; other lengths are not affected."""
+    words = ["variant=standard,merged_w", "train.vmap=4", "model.context=16,128"]
+    manifest = plan_grid(*words)
+    assert vmapped(manifest) == {
+        "standard-d16-h2-context=16": 4,
+        "standard-d16-h2-context=128": 1,
+        "merged_w-d16-h2-context=16": 4,
+        "merged_w-d16-h2-context=128": 1,
+    }
+    reasons = {arm.not_vmapped for arm in manifest.arms.values()}
+    assert any("blocked" in reason for reason in reasons)
+    for run in manifest.runs:
+        words = manifest.arms[run.arm].overrides_of(run)
+        with open_hydra():
+            config = make_config(dict(word.split("=", 1) for word in words))
+        assert plan_run(config).run.id == run.id
+
+
+def test_auto_is_resolved_for_each_size(plan_grid):
+    manifest = plan_grid("train.vmap=auto", "model.d_model=16,4096", "sweep.baseline=null")
+    assert sorted(vmapped(manifest).values()) == [1, 16]

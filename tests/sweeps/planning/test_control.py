@@ -43,6 +43,7 @@ SHAPES = [
     ModelConfig(layers=2, d_model=40, heads=8, bias=True, position="none"),
     ModelConfig(layers=3, d_model=20, heads=5, mlp_ratio=2.7, position="rope"),
     ModelConfig(layers=2, d_model=17, heads=1, mlp_ratio=1.5, norm="none"),
+    ModelConfig(layers=2, d_model=24, heads=2, mlp="swiglu", norm_kind="rms"),
     ModelConfig(layers=1, d_model=80, heads=10, mlp_ratio=4.0, context=256),
 ]
 
@@ -95,7 +96,12 @@ def cost_of(control: ControlConfig, size: ModelSize) -> float:
 def shape_of(start: ModelConfig, changes: Mapping[str, int | float]) -> tuple[int, int, int]:
     """Return layers, d_model and MLP width, as the model reads them."""
     model = dataclasses.replace(start, **in_model(changes))
-    return model.layers, model.d_model, round(model.mlp_ratio * model.d_model)
+    return model.layers, model.d_model, round(share_of(start) * model.mlp_ratio * model.d_model)
+
+
+def share_of(model: ModelConfig) -> float:
+    """Return the units of the MLP relative to one of two matrices."""
+    return 2 / 3 if model.mlp == "swiglu" else 1.0
 
 
 def search_exhaustively(
@@ -117,11 +123,12 @@ def search_exhaustively(
     candidates, crossing = [], 0
     for value in [start.d_model] if control.adjust == "mlp" else itertools.count(step, step):
         d_model = start.d_model if key == "layers" else value
-        nominal = max(1, round(start.mlp_ratio * d_model))
+        share = share_of(start)
+        nominal = max(1, round(start.mlp_ratio * share * d_model))
         try:
             one, two = (
-                cost_of(control, measure({f"model.{key}": value, "model.mlp_ratio": m / d_model}))
-                for m in (1, 2)
+                cost_of(control, measure({f"model.{key}": value, "model.mlp_ratio": r}))
+                for r in (1 / d_model / share, 2 / d_model / share)
             )
         except UserError:
             if not crossing and value > 50 * step:
@@ -140,7 +147,7 @@ def search_exhaustively(
         ]
         units = min(widths, key=lambda m: missed[m])
         if units >= 1 and missed[units][0] <= control.tolerance:
-            ratio = abs(Fraction(units, d_model) - Fraction(start.mlp_ratio))
+            ratio = abs(Fraction(units, d_model) - Fraction(start.mlp_ratio * share))
             moved = abs(value - getattr(start, key))
             layers = value if key == "layers" else start.layers
             candidates.append((ratio, moved, value, (layers, d_model, units)))

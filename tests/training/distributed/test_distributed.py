@@ -297,6 +297,11 @@ def test_ranks_diverge_at_the_same_step(qkablate, torchrun, tiny, tmp_path):
             ["train.grad_accum=2", "train.fsdp=true", "compile=true"],
             "train.fsdp: true needs compile=false",
         ),
+        (
+            ["train.grad_accum=2", "compile=graphs"],
+            "compile: graphs needs one process, since graphs hold no communication (allowed:"
+            " auto, true, false)",
+        ),
         (["-m", "seed=0,1"], "-m: several processes train one run together; without torchrun, -m"),
         (["trian.steps=1"], "trian.steps: there is no such key"),
     ],

@@ -178,27 +178,53 @@ def test_the_lease_is_verified_before_the_rename(qkablate, tiny, tmp_path, monke
     assert not (folder / "result.json").exists()
 
 
-_KILLED = """
-import os, signal, sys
+_THREADED = """
+import os, signal, sys, threading
 from qkablate.cli import main
 from qkablate.training import checkpoint, session
 from qkablate.training.recorders.checkpoint_writer import CheckpointWriter
+from qkablate.training.signals import Signals
 session.CheckpointWriter = lambda _, write: CheckpointWriter("cuda", write)
 real = checkpoint.sync_folder
-def kill(folder):
+"""
+_KILLED = """
+def sync_folder(folder):
     if "0008" in folder.name:
         os.kill(os.getpid(), signal.SIGKILL)
     real(folder)
-checkpoint.sync_folder = kill
+checkpoint.sync_folder = sync_folder
+main(sys.argv[1:])
+"""
+_INTERRUPTED_TWICE = """
+handled, handle = threading.Semaphore(0), Signals._handle
+def count(self, number, frame):
+    handled.release()
+    handle(self, number, frame)
+Signals._handle = count
+def sync_folder(folder):
+    if "0008" in folder.name and threading.current_thread() is not threading.main_thread():
+        for _ in range(2):
+            os.kill(os.getpid(), signal.SIGINT)
+            handled.acquire(timeout=60)
+    real(folder)
+checkpoint.sync_folder = sync_folder
 main(sys.argv[1:])
 """
 
 
-def test_a_process_killed_while_it_writes_resumes_bit_identically(qkablate, tiny, tmp_path):
+@pytest.mark.parametrize(
+    ("code", "ended", "written"),
+    [(_KILLED, -signal.SIGKILL, 4), (_INTERRUPTED_TWICE, 128 + signal.SIGINT, 8)],
+    ids=["kill -9", "Ctrl-C twice"],
+)
+def test_a_process_that_ends_while_it_writes_resumes_bit_identically(
+    qkablate, tiny, tmp_path, code, ended, written
+):
     assert qkablate("train", *tiny, "out=reference").code == 0
-    words = [sys.executable, "-c", _KILLED, "train", *tiny, "out=killed"]
-    assert subprocess.run(words, capture_output=True).returncode == -signal.SIGKILL
-    folder = run_folder(tmp_path, "killed") / "checkpoints"
-    assert [path.name for path in folder.glob("step-*")] == ["step-00000004"]
-    assert qkablate("train", *tiny, "out=killed").code == 0
-    assert_identical(run_folder(tmp_path, "reference"), run_folder(tmp_path, "killed"))
+    words = [sys.executable, "-c", _THREADED + code, "train", *tiny, "out=ended"]
+    done = subprocess.run(words, capture_output=True, text=True)
+    assert done.returncode == ended, done.stderr
+    folder = run_folder(tmp_path, "ended") / "checkpoints"
+    assert max(path.name for path in folder.glob("step-*")) == f"step-{written:08d}"
+    assert qkablate("train", *tiny, "out=ended").code == 0
+    assert_identical(run_folder(tmp_path, "reference"), run_folder(tmp_path, "ended"))

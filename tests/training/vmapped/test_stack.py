@@ -189,7 +189,7 @@ def test_update_is_that_of_torch(tmp_path):
 
 
 def test_runs_with_other_rates_of_their_circuits_train_together(tmp_path):
-    """Of one of them all parameters have one rate, of the other those of the circuits differ."""
+    """All parameters of one have one rate; circuits of the other have their own."""
     plans = make_plans(tmp_path, 2, variant="merged_w")
     plans[1] = with_circuit_rate(plans[1], 1.0)
     groups = [step.optimizer.param_groups for step in make_steps(plans, TrainStep)]
