@@ -65,8 +65,10 @@ def _compose_groups(name: str, groups: Mapping[str, str]) -> Any:
     The files of conf/train.yaml's groups are sections of it: Hydra composes it once, in a tenth of
     a second, and each choice replaces its section.
     """
-    folders = [x.path for x in _search_path() if x.provider in ("main", _USER)]
-    is_ours = name == "train" and folders == [f"file://{conf_dir()}"]
+    folders = [
+        x.path.removeprefix("file://") for x in _search_path() if x.provider in ("main", _USER)
+    ]
+    is_ours = name == "train" and folders == [str(conf_dir())]
     sections = {key: _load_section(key, value) for key, value in groups.items()}
     if not is_ours or any(section is None for section in sections.values()):
         return copy.deepcopy(compose(name, Config, [f"{k}={value}" for k, value in groups.items()]))

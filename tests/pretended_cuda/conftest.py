@@ -40,14 +40,14 @@ def process(tmp_path_factory: pytest.TempPathFactory) -> Iterator[subprocess.Pop
 
 @pytest.fixture
 def trace(process: subprocess.Popen[str]) -> Callable[..., Traced]:
-    """Return the function that traces a case, with a fault if it is given one."""
+    """Return the function that traces a case, or several runs of it, with a fault if given one."""
 
-    def run(case: Case, fault: str | None = None) -> Traced:
+    def run(case: Case, fault: str | None = None, runs: int = 1) -> Traced:
         assert process.stdin is not None
         assert process.stdout is not None
         capability = PRECISIONS[case.precision][1]
         request = {"settings": case.settings, "capability": capability, "blocks": case.blocks}
-        process.stdin.write(json.dumps(request | {"fault": fault}) + "\n")
+        process.stdin.write(json.dumps(request | {"fault": fault, "runs": runs}) + "\n")
         process.stdin.flush()
         result: Traced = json.loads(process.stdout.readline())
         return result

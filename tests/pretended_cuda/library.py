@@ -35,7 +35,7 @@ def build_library() -> Path:
     content = SOURCE.read_bytes() + f"{metadata.version('torch')} {torch}".encode()
     folder = Path(tempfile.gettempdir(), f"qkablate-tests-{os.getuid()}")
     folder.mkdir(mode=0o700, exist_ok=True)
-    if folder.stat().st_uid != os.getuid():  # what lies there would be executed
+    if folder.lstat().st_uid != os.getuid():  # what lies there would be executed
         raise PermissionError(f"{folder} belongs to another user")
     library = folder / f"pretended-cuda-{hashlib.sha256(content).hexdigest()[:16]}.so"
     if not library.exists():

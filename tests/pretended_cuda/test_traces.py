@@ -84,6 +84,22 @@ def test_a_sample_of_all_runs_is_sound(trace, case):
         check(case, traced)
 
 
+PROGRAMS = [
+    Case("standard", "bf16", position="rope"),
+    Case("merged_w", "fp32", position="alibi"),
+    Case("shared_qk_reformer", "bf16"),
+]
+
+
+@pytest.mark.parametrize("case", PROGRAMS, ids=lambda case: case.name)
+def test_steps_of_vmapped_runs_read_nothing(trace, case):
+    """The numbers of the steps are copied at once: one wait for all runs."""
+    traced = trace(case, runs=2)
+    assert "error" not in traced, traced["traceback"]
+    assert [traced[kind].get("step", {}) for kind in ("reads", "waits", "wide")] == [{}, {}, {}]
+    assert all(count <= 2 for count in traced["uploads"].get("step", {}).values())
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("case", CHOSEN, ids=lambda case: case.variant)
 def test_the_chosen_kernel_keeps_little(trace, case):

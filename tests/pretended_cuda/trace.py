@@ -19,9 +19,11 @@ from qkablate.models import blocked_loss
 from qkablate.models.base import Model
 from qkablate.training import checkpoint, loop
 from qkablate.training.checkpoint import Checkpoint
+from qkablate.training.distributed.ranks import SINGLE_PROCESS
 from qkablate.training.recorders import evaluation
 from qkablate.training.recorders.checkpoint_writer import CheckpointWriter
 from qkablate.training.resolve import RunPlan, plan_run
+from qkablate.training.vmapped.stack import RunStack, StackedStep
 from tests.pretended_cuda import watch
 from tests.pretended_cuda.device import WIDEST, pretended_cuda, storage
 
@@ -140,9 +142,16 @@ def write(state: Checkpoint) -> int:
 
 
 def trace(
-    words: dict[str, str], capability: tuple[int, int], blocks: bool, folder: Path
+    words: dict[str, str],
+    capability: tuple[int, int],
+    blocks: bool,
+    folder: Path,
+    runs: int = 1,
 ) -> dict[str, Any]:
-    """Train, evaluate and write a checkpoint; return what was noticed."""
+    """Train, evaluate and write a checkpoint; return what was noticed.
+
+    Several runs only take their steps, as one program.
+    """
     text = folder / "corpus.txt"
     if not text.exists():
         text.write_text("the cat sat on the mat, and saw two dogs\n" * 400, encoding="utf-8")
@@ -161,7 +170,7 @@ def trace(
             named = VariantConfig(**variants()[whole.get("variant", "standard")])
             variant = resolve_variant(named, config.model)
             plan = plan_run(dataclasses.replace(config, variant=variant))
-        return _train(plan)
+        return _train(plan) if runs == 1 else _train_program([plan] * runs)
 
 
 def build_on_cuda(plan: RunPlan) -> Model:
@@ -177,6 +186,33 @@ def build_on_cuda(plan: RunPlan) -> Model:
                     is_weight = isinstance(tensor, torch.nn.Parameter)
                     tensors[name] = torch.nn.Parameter(moved) if is_weight else moved
     return model
+
+
+def _train_program(plans: list[RunPlan]) -> dict[str, Any]:
+    for plan in plans:
+        if not isinstance(plan.data, Lazy):
+            object.__setattr__(plan, "data", Lazy(plan.data))
+    with watch.Watch() as watched:
+        steps = [StackedStep(plan, build_on_cuda(plan), None, SINGLE_PROCESS) for plan in plans]
+        stack = RunStack(steps)
+        watched.phase = "step"
+        for step in range(STEPS):
+            stack([step] * len(plans))
+    return _noticed(watched)
+
+
+def _noticed(watched: watch.Watch) -> dict[str, Any]:
+    kinds = {
+        "reads": watched.reads,
+        "uploads": watched.uploads,
+        "waits": watched.waits,
+        "wide": watched.wide,
+    }
+    found = {
+        kind: {name: dict(events) for name, events in counted.items()}
+        for kind, counted in kinds.items()
+    }
+    return {"kinds": [*kinds], **found}
 
 
 def _train(plan: RunPlan) -> dict[str, Any]:
@@ -211,14 +247,10 @@ def _train(plan: RunPlan) -> dict[str, Any]:
                 pass
         checkpoints.wait()
     return {
-        "kinds": ["reads", "uploads", "waits", "wide"],
+        **_noticed(watched),
         "kernel": model.kernel,
         "rows": [sorted(row) for row in rows],
         "written": written,
         "probed": probed,
         "kept": kept.bytes,
-        "reads": {name: dict(events) for name, events in watched.reads.items()},
-        "uploads": {name: dict(events) for name, events in watched.uploads.items()},
-        "waits": {name: dict(events) for name, events in watched.waits.items()},
-        "wide": {name: dict(events) for name, events in watched.wide.items()},
     }

@@ -75,7 +75,7 @@ class Watch(TorchDispatchMode):
     def _check_copy(self, name: str, args: Any, kwargs: Any, out: Tensor) -> None:
         """Notice copies that the host waits for."""
         source = args[1] if name == "copy_" else args[0]
-        is_async = bool(kwargs.get("non_blocking") or (name == "copy_" and len(args) > 2))
+        is_async = bool(kwargs.get("non_blocking") or (name == "copy_" and any(args[2:])))
         if source.device.type == "cuda" and out.device.type == "cpu" and not is_async:
             self._count(self.reads, "copy")
         if source.device.type == "cpu" and out.device.type == "cuda":

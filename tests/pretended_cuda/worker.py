@@ -18,7 +18,8 @@ def answer(request: dict[str, Any], folder: Path) -> dict[str, Any]:
         if planted is not None:
             planted.__enter__()
         capability = tuple(request["capability"])
-        return trace(request["settings"], capability, request["blocks"], folder)
+        settings, runs = request["settings"], request["runs"]
+        return trace(settings, capability, request["blocks"], folder, runs)
     except Exception as error:
         lines = [f"{type(error).__name__}: {error}", traceback.format_exc()]
         return {"error": lines[0], "traceback": lines[1]}

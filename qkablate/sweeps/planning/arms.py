@@ -117,16 +117,20 @@ def share_vmap(arms: Iterable[Arm]) -> list[Arm]:
             own = f"{arm.name}: {arm.not_vmapped}" if arm.not_vmapped else ""
             baseline = arm.baseline or arm.name
             reasons[baseline] = reasons.get(baseline) or own
-    return [_without_vmap(arm, reasons.get(arm.baseline or arm.name)) for arm in arms]
+    return [_with_vmap(arm, reasons.get(arm.baseline or arm.name)) for arm in arms]
 
 
-def _without_vmap(arm: Arm, reason: str | None) -> Arm:
-    if reason is None or arm.overrides.get("train.vmap", "1") == "1":
+def _with_vmap(arm: Arm, reason: str | None) -> Arm:
+    """Return an arm with the number of its runs in a program, which its overrides name, too.
+
+    It is 1 if there is a reason.
+    """
+    if "train.vmap" not in arm.overrides:
         return arm
-    train = replace(arm.config.train, vmap=1)
-    overrides = {**arm.overrides, "train.vmap": "1"}
+    train = arm.config.train if reason is None else replace(arm.config.train, vmap=1)
+    overrides = {**arm.overrides, "train.vmap": str(train.vmap)}
     config = replace(arm.config, train=train)
-    return replace(arm, config=config, overrides=overrides, not_vmapped=reason)
+    return replace(arm, config=config, overrides=overrides, not_vmapped=reason or "")
 
 
 def share_length_settings(arms: Iterable[Arm]) -> list[Arm]:

@@ -198,6 +198,16 @@ def test_runs_that_read_other_parts_of_the_test_split_are_unpaired(cached_world)
     ]
 
 
+def test_vmapped_run_is_not_paired_with_one_that_is_not(cached_world):
+    world = cached_world(*PAIR).finish(loss_of)
+    for run in world.runs():
+        if run.changes["seed"] == 1 or (variant(run) == "no_q" and run.changes["seed"] == 3):
+            world.write(run, {"vmap": True, "loss": {"val": 9.0, "test": loss_of(run)}})
+    found = only_gap(world)
+    assert [dict(key)["seed"] for key in found.pairs] == [0, 1, 2]  # seed 1: both were
+    assert found.unpaired == ["s3: only one of the two was vmapped (train.vmap)"]
+
+
 def test_tuning_runs_never_enter_gaps(cached_world):
     """Not even where one of them says that it read the test split."""
 

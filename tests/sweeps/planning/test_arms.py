@@ -85,3 +85,5 @@ def test_arms_that_are_compared_are_vmapped_together_or_not_at_all(plan_grid):
 def test_auto_is_resolved_for_each_size(plan_grid):
     manifest = plan_grid("train.vmap=auto", "model.d_model=16,4096", "sweep.baseline=null")
     assert sorted(vmapped(manifest).values()) == [1, 16]
+    assert {arm.overrides["train.vmap"] for arm in manifest.arms.values()} == {"1", "16"}
+    assert not any(arm.not_vmapped for arm in manifest.arms.values())

@@ -72,7 +72,9 @@ def test_losses_are_those_of_single_runs(tmp_path, variant):
 @pytest.mark.slow
 @pytest.mark.parametrize("variant", [*variants()])
 def test_losses_after_200_steps_are_those_of_single_runs(tmp_path, variant):
-    assert_parity(make_plans(tmp_path, 3, variant=variant, train={"steps": 200}), 200)
+    assert_parity(
+        make_plans(tmp_path, 3, variant=variant, train={"steps": 200}, optim={"lr": 1e-3}), 200
+    )
 
 
 @pytest.mark.parametrize("form", FORMS)
@@ -85,7 +87,10 @@ def test_losses_of_other_forms_are_those_of_single_runs(tmp_path, form):
 @pytest.mark.parametrize("form", FORMS)
 def test_losses_of_other_forms_after_200_steps_are_those_of_single_runs(tmp_path, form):
     model, data = FORMS[form]
-    assert_parity(make_plans(tmp_path, 3, model=model, data=data, train={"steps": 200}), 200)
+    assert_parity(
+        make_plans(tmp_path, 3, model=model, data=data, train={"steps": 200}, optim={"lr": 1e-3}),
+        200,
+    )
 
 
 @pytest.mark.parametrize(
