@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from qkablate.cli.arguments import Parser, folder, margin, one_of, out_words, take_out
+from qkablate.cli.arguments import Parser, margin, one_of, out_words, take_out
 from qkablate.cli.names import KINDS, Source, find_sources
 from qkablate.disk import replace_file
 from qkablate.errors import UserError, not_one_of, sanitize
@@ -59,9 +59,7 @@ def _convert_format(text: str) -> str:
 PARSER = Parser(HELP, KINDS, (*FORMATS, "out="))
 PARSER.option("-o", "FILE", "the file to write; its extension may name the format")
 PARSER.option("--format", "|".join(FORMATS), "output format", _convert_format)
-PARSER.option(
-    "--study", "FOLDER", "write the page of a study from its published runs: docs/study", folder
-)
+PARSER.option("--study", "FOLDER", "write the page of a study from its published runs: docs/study")
 PARSER.option("--margin", "NATS", "as in `qkablate results`", margin)
 
 
@@ -102,6 +100,8 @@ def main(argv: list[str]) -> int:
 def _write_study(args: Namespace) -> int:
     if args.words or any(value is not None for value in (args.o, args.format, args.margin)):
         raise UserError("--study takes nothing beside it: it writes what is in its folder")
+    if not os.path.isdir(args.study):
+        raise UserError(f"--study: '{args.study}' is not a folder")
     from qkablate.report.study.page import PAGE, SNIPPET, write_study
 
     try:

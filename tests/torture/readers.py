@@ -8,6 +8,7 @@ import gzip
 import hashlib
 import io
 import json
+import zlib
 from collections.abc import Callable
 from contextlib import redirect_stderr, redirect_stdout, suppress
 from dataclasses import dataclass
@@ -19,6 +20,7 @@ import pyarrow.parquet
 
 from qkablate.analysis.claims.parse import load_claim
 from qkablate.analysis.comparison.head_metrics import MEASURES, read_head_rows
+from qkablate.analysis.publication.archive import read_archive
 from qkablate.analysis.study.loss_curves import read_loss_curves
 from qkablate.analysis.study.study import read_facts
 from qkablate.cli import main
@@ -153,6 +155,11 @@ def make_readers(folder: Path) -> dict[str, Reader]:
     claim.write_text(CLAIM, encoding="utf-8")
     out_key = f"out={folder / 'outputs'}"
 
+    archive = make_archive(folder / "claim")
+
+    def read_published() -> None:
+        check_command("results", str(archive.parent), "--json", codes=(0, 1, 2))
+
     def update_checksums(content: bytes) -> None:
         write_checksums(newest)
 
@@ -230,6 +237,10 @@ def make_readers(folder: Path) -> dict[str, Reader]:
         "tokenizer.json": Reader(run / "tokenizer.json", lambda: restore(run).tokenizer(), refusal),
         "tokenizer.json, sample": Reader(run / "tokenizer.json", sample, ()),
         "lease": Reader(max(run.glob("lease/0*")), lambda: lease.LeaseObserver().observe(run), ()),
+        "archive": Reader(archive, lambda: read_archive(archive), refusal),
+        "archive, sealed": Reader(
+            archive, read_published, (), lambda content: write_sealed_archive(archive, content)
+        ),
         "claim": Reader(claim, lambda: load_claim(str(claim)), refusal),
         **{
             f"prepared {name}": Reader(
@@ -284,6 +295,34 @@ def _make_preparation(path: Path, tokenizer: str) -> Callable[[], None]:
             assert not leftovers, f"{leftovers} is left"
 
     return prepare
+
+
+def make_archive(folder: Path) -> Path:
+    """Run a small claim, publish it, and return the archive without its file of checksums."""
+    claim = folder / "mine.yaml"
+    words = [*SMALL, *prepare_text(folder), f"out={folder / 'outputs'}"]
+    claim.write_text(CLAIM.replace("seeds: 4", "seeds: 3"), encoding="utf-8")
+    for command in (
+        ["claim", "run", str(claim), *words],
+        ["publish", "mine", "-o", str(folder / "published"), words[-1]],
+    ):
+        result = run_command(*command)
+        assert result.code == 0, result.err
+    (folder / "published" / "SHA256SUMS").unlink()
+    (path,) = (folder / "published").iterdir()
+    return path
+
+
+def write_sealed_archive(path: Path, content: bytes) -> None:
+    """Write content with the checksum that it would have, compressed."""
+    with suppress(OSError, EOFError, zlib.error):
+        content = gzip.decompress(content)
+    with suppress(ValueError, TypeError, AttributeError, RecursionError):
+        archive = json.loads(content)
+        archive.pop("sha256", None)
+        archive["sha256"] = hashlib.sha256(json.dumps(archive, sort_keys=True).encode()).hexdigest()
+        content = json.dumps(archive).encode()
+    path.write_bytes(gzip.compress(content, mtime=0))
 
 
 def write_checksums(path: Path) -> None:

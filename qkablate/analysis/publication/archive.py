@@ -15,6 +15,7 @@ at the end are exact; curves are thinned to MAX_READINGS and rounded.
 import gzip
 import json
 import re
+import zlib
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -23,7 +24,7 @@ from typing import Any
 from qkablate import __version__
 from qkablate.analysis.study.loss_curves import LossCurve
 from qkablate.disk import make_folder, read_file, replace_file
-from qkablate.errors import UserError
+from qkablate.errors import UserError, sanitize
 from qkablate.runs.records import sha256
 from qkablate.strict_json import hash_json, parse_json
 
@@ -33,6 +34,12 @@ CHECKSUMS = "SHA256SUMS"
 MAX_READINGS = 64  # of a curve
 _MAX_BYTES = 2**28  # of an archive's JSON
 NAME = re.compile(r"\w[\w+-]*")  # of a claim, a sweep, a run: they become folders
+# Errors of content that is not what `Archive.write` writes.
+MALFORMED: tuple[type[Exception], ...] = (
+    *(ValueError, LookupError, TypeError, AttributeError, ArithmeticError, RecursionError),
+    zlib.error,
+)
+_UNREADABLE: tuple[type[Exception], ...] = (OSError, EOFError, *MALFORMED)
 _FIGURES = ("status", "steps", "data_fingerprint", "diverged_at")
 _SORTED = ("environments", "documents", "document_tokens")
 Fields = dict[str, Any]
@@ -167,13 +174,18 @@ def read_archive(path: Path) -> Archive:
         archive = Archive(**content)
         archive.runs = _from_columns(content["runs"])
         names = [archive.name, *archive.runs]
-        names += [look["manifest"]["name"] for look in archive.looks.values()]
+        names += [look["manifest"][k] for look in archive.looks.values() for k in ("name", "id")]
         if bad := [name for name in names if not NAME.fullmatch(name)]:
             raise ValueError(f"{bad[0]!r} is not a valid name")
-    except (OSError, EOFError, ValueError, LookupError, TypeError, AttributeError) as error:
-        reason = " ".join(str(error).split()) or type(error).__name__
-        raise UserError(f"'{path}' is no archive of runs, or damaged: {reason[:200]}") from None
+    except _UNREADABLE as error:
+        raise damaged(path, error) from None
     return archive
+
+
+def damaged(path: Path | str, error: BaseException) -> UserError:
+    """Return the error of an archive that cannot be read."""
+    reason = sanitize(" ".join(str(error).split()) or type(error).__name__)
+    return UserError(f"'{path}' is no archive of runs, or damaged: {reason[:200]}")
 
 
 def _read_checksums(folder: Path) -> dict[str, str]:

@@ -17,8 +17,11 @@ from qkablate.analysis.claims.registry import FILE as CLAIM_FILE
 from qkablate.analysis.claims.registry import Registration, read_registration
 from qkablate.analysis.publication.archive import (
     FORMAT,
+    MALFORMED,
+    NAME,
     Archive,
     Fields,
+    damaged,
     find_archives,
     read_archive,
     unpack_curve,
@@ -52,7 +55,10 @@ def unpack_archives(paths: Iterable[Path]) -> Path:
         try:
             temporary.mkdir(parents=True)
             for archive in archives:
-                write_archive(archive, temporary)
+                try:
+                    write_archive(archive, temporary)
+                except MALFORMED as error:
+                    raise damaged(archive.name, error) from None
             with suppress(FileExistsError, OSError):  # another process was faster
                 temporary.rename(folder)
         except OSError as error:
@@ -101,7 +107,7 @@ def write_archive(archive: Archive, out: Path) -> None:
     is_of_today = all(look["manifest"]["numerics"] == NUMERICS for look in archive.looks.values())
     for id, run in archive.runs.items():
         planned = plan_run(archive, run, arms)
-        if is_of_today and planned.id != id:
+        if (is_of_today and planned.id != id) or not NAME.fullmatch(planned.name):
             raise UserError(f"{archive.name}: run {id} does not have the settings of its id")
         write_run(archive, run, arms[run["arm"]], planned, out / "runs" / planned.name)
 
