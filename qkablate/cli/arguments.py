@@ -202,12 +202,13 @@ def take_out(words: Iterable[str]) -> tuple[list[str], str]:
 
 def unpacked(folder: str) -> str:
     """Return the folder, or that of its archives of published runs, unpacked."""
-    path = Path(folder).expanduser()
-    if not any(path.glob("*.json.gz")):
-        return folder
-    from qkablate.analysis.publication.unpack import open_archives
+    from qkablate.analysis.publication.archive import find_archives
 
-    return str(open_archives(path))
+    if not (paths := find_archives(folder)):
+        return folder
+    from qkablate.analysis.publication.unpack import unpack_archives
+
+    return str(unpack_archives(paths))
 
 
 def out_words(out: str) -> list[str]:

@@ -93,14 +93,15 @@ _RUN_FILES += ["lease", "attempts"]
 
 def _find_sources(word: str, out: str, kinds: Collection[str]) -> list[tuple[str, Path]]:
     """Return what a word names: of archives every claim, or the sweep of its last look."""
-    if word.endswith(".json.gz") or any(Path(word).expanduser().glob("*.json.gz")):
-        from qkablate.analysis.publication.unpack import open_archives, unpacked_claims
+    from qkablate.analysis.publication.archive import find_archives
 
-        if root := open_archives(word):
-            claims = unpacked_claims(root)
-            if "claim" in kinds:
-                return [("claim", claim.folder) for claim in claims]
-            return [("sweep", [*claim.sweeps.values()][-1]) for claim in claims]
+    if paths := find_archives(word):
+        from qkablate.analysis.publication.unpack import unpack_archives, unpacked_claims
+
+        claims = unpacked_claims(unpack_archives(paths))
+        if "claim" in kinds:
+            return [("claim", claim.folder) for claim in claims]
+        return [("sweep", [*claim.sweeps.values()][-1]) for claim in claims]
     return [_find_source(word, out, kinds)]
 
 

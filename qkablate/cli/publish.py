@@ -1,5 +1,6 @@
 """`qkablate publish`: the runs of claims as small files that anyone can read and add to."""
 
+import os
 from pathlib import Path
 
 from qkablate.cli.arguments import Parser, take_out
@@ -48,7 +49,7 @@ def main(argv: list[str]) -> int:
     words, out = take_out(args.words)
     if not words:
         raise UserError("give a claim that has been run: qkablate publish NAME …")
-    folder = Path(args.o or FOLDER).expanduser()
+    folder = Path(os.path.expanduser(args.o or FOLDER))
     if folder.exists() and not folder.is_dir():
         raise UserError(f"-o: '{folder}' is not a folder")
 

@@ -685,7 +685,7 @@ def test_without_readings_there_is_no_chart(qkablate, outputs, sweep):
 
 @pytest.mark.parametrize("shell", ["bash", "zsh", "fish"])
 def test_completion(qkablate, monkeypatch, sweep, claim, run_of, shell):
-    assert complete(qkablate, monkeypatch, "qkablate rep", shell) == ["report"]
+    assert complete(qkablate, monkeypatch, "qkablate repo", shell) == ["report"]
     offered = {*complete(qkablate, monkeypatch, "qkablate report ", shell)}
     assert {sweep.name, claim.name, run_of("no_q", 0).name} <= offered
     assert {"-o", "--format", "--margin", "out=", "html", "md", "png", "svg"} <= offered

@@ -14,6 +14,7 @@ at the end are exact; curves are thinned to MAX_READINGS and rounded.
 
 import gzip
 import json
+import os
 import re
 import zlib
 from collections.abc import Iterable, Mapping
@@ -145,7 +146,7 @@ def archive_paths(folder: Path) -> list[Path]:
 
 def find_archives(word: str | Path) -> list[Path]:
     """Return the archive, or those of the folder, that a word names; [] if it names none."""
-    path = Path(word).expanduser()
+    path = Path(os.path.expanduser(word))
     try:
         if path.is_dir():
             return archive_paths(path)
