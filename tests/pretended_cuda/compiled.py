@@ -197,7 +197,7 @@ LAUNCH = re.compile(
 BLOCKS = {
     "pointwise": {"XBLOCK": 128, "YBLOCK": 8},
     "reduction": {"XBLOCK": 1, "R0_BLOCK": 1024},
-    "persistent_reduction": {"XBLOCK": 1},
+    "persistent_reduction": {"XBLOCK": 1, "YBLOCK": 8},
 }
 _assembled: dict[str, str] = {}
 
