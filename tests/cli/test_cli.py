@@ -139,7 +139,10 @@ def test_info(spawn):
 
 MISTAKES = [
     (["variant=mergedw"], "variant: 'mergedw' (nearest: merged_w) is not one of "),
-    (["model=nanoo"], "model: 'nanoo' (nearest: nano) is not one of nano, nano_encoder, llama_nano, …"),
+    (
+        ["model=nanoo"],
+        "model: 'nanoo' (nearest: nano) is not one of nano, nano_encoder, llama_nano, …",
+    ),
     (["train.stps=5"], "train.stps: there is no such key (nearest: train.steps)"),
     (["datas=text"], "datas: there is no such key"),
     (["+zzz=3"], "zzz: there is no such key"),

@@ -168,7 +168,7 @@ def test_measure_reports_too_little_memory(qkablate):
     [
         (
             ["--at", "gptj"],
-            "--at: 'gptj' (nearest: gpt-j) is not one of 300m, baby, gpt-j, gpt2, nano",
+            "--at: 'gptj' (nearest: gpt-j) is not one of gpt-j, ",
         ),
         (["--at"], "--at: a value is missing"),
         (["--mesure"], "'--mesure' (nearest: --measure) is not one of"),
