@@ -17,13 +17,11 @@ import json
 import os
 import re
 import zlib
-from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
 
 from qkablate import __version__
-from qkablate.analysis.study.loss_curves import LossCurve
+from qkablate.analysis.publication.encoding import Fields, from_columns, to_columns
 from qkablate.disk import make_folder, read_file, replace_file
 from qkablate.errors import UserError, sanitize
 from qkablate.runs.records import sha256
@@ -32,7 +30,6 @@ from qkablate.strict_json import hash_json, parse_json
 FORMAT = 1
 SUFFIX = ".json.gz"
 CHECKSUMS = "SHA256SUMS"
-MAX_READINGS = 64  # of a curve
 _MAX_BYTES = 2**28  # of an archive's JSON
 NAME = re.compile(r"\w[\w+-]*")  # of a claim, a sweep, a run: they become folders
 # Errors of content that is not what `Archive.write` writes.
@@ -43,7 +40,6 @@ MALFORMED: tuple[type[Exception], ...] = (
 _UNREADABLE: tuple[type[Exception], ...] = (OSError, EOFError, *MALFORMED)
 _FIGURES = ("status", "steps", "data_fingerprint", "diverged_at")
 _SORTED = ("environments", "documents", "document_tokens")
-Fields = dict[str, Any]
 
 
 @dataclass
@@ -107,7 +103,7 @@ class Archive:
             "registration": self.registration,
             "looks": dict(sorted(self.looks.items(), key=lambda look: int(look[0]))),
             **{key: dict(sorted(getattr(self, key).items())) for key in _SORTED},
-            "runs": _to_columns(self.runs),
+            "runs": to_columns(self.runs),
         }
         content["sha256"] = hash_json(content)
         # A manifest keeps its order: that of the arms is part of its id.
@@ -173,7 +169,7 @@ def read_archive(path: Path) -> Archive:
             raise ValueError("its checksum does not match")
         del content["format"], content["version"]
         archive = Archive(**content)
-        archive.runs = _from_columns(content["runs"])
+        archive.runs = from_columns(content["runs"])
         names = [archive.name, *archive.runs]
         names += [look["manifest"][k] for look in archive.looks.values() for k in ("name", "id")]
         if bad := [name for name in names if not NAME.fullmatch(name)]:
@@ -195,86 +191,3 @@ def _read_checksums(folder: Path) -> dict[str, str]:
     except FileNotFoundError:
         return {}
     return {name.strip(): digest for digest, _, name in (line.partition(" ") for line in lines)}
-
-
-def _to_columns(runs: Mapping[str, Fields]) -> list[Fields]:
-    """Return the runs as columns, those with equal fields together: they compress far better."""
-    groups: dict[tuple[str, ...], dict[str, Fields]] = {}
-    for id, run in sorted(runs.items()):
-        flat = _flatten(run)
-        groups.setdefault(tuple(sorted(flat)), {})[id] = flat
-    tables = []
-    for keys, members in sorted(groups.items()):
-        rows = [*members.values()]
-        equal = {key: rows[0][key] for key in keys if all(r[key] == rows[0][key] for r in rows)}
-        each = {key: [row[key] for row in rows] for key in keys if key not in equal}
-        tables.append({"ids": [*members], "equal": equal, "each": each})
-    return tables
-
-
-def _from_columns(tables: Iterable[Fields]) -> dict[str, Fields]:
-    runs: dict[str, Fields] = {}
-    for table in tables:
-        for number, id in enumerate(table["ids"]):
-            flat = table["equal"] | {key: column[number] for key, column in table["each"].items()}
-            runs[id] = _unflatten(flat)
-    return runs
-
-
-def _flatten(values: Fields, prefix: str = "") -> Fields:
-    """Return the leaves by their path, a/b/c; an empty map is a leaf."""
-    flat: Fields = {}
-    for key, value in values.items():
-        is_map = isinstance(value, dict) and value
-        flat |= _flatten(value, f"{prefix}{key}/") if is_map else {f"{prefix}{key}": value}
-    return flat
-
-
-def _unflatten(flat: Fields) -> Fields:
-    values: Fields = {}
-    for path, value in flat.items():
-        *parents, leaf = path.split("/")
-        inner = values
-        for parent in parents:
-            inner = inner.setdefault(parent, {})
-        inner[leaf] = value
-    return values
-
-
-def pack_curve(curve: LossCurve, scale: float) -> Fields:
-    """Return tokens and losses of a curve, rounded to 1 / scale, as differences."""
-    shown = thin(curve)
-    losses = [round(loss * scale) for loss in shown.values()]
-    return {"tokens": _differences([*shown]), "losses": _differences(losses), "scale": scale}
-
-
-def unpack_curve(packed: Fields) -> LossCurve:
-    """Return the curve that `pack_curve` has packed."""
-    losses = (loss / packed["scale"] for loss in _sums(packed["losses"]))
-    return dict(zip(_sums(packed["tokens"]), losses, strict=True))
-
-
-def thin(curve: LossCurve) -> LossCurve:
-    """Return at most MAX_READINGS of a curve, evenly on a log scale, the last one included."""
-    if len(curve) <= MAX_READINGS:
-        return dict(sorted(curve.items()))
-    tokens = sorted(curve)
-    first, last = max(1, tokens[0]), tokens[-1]
-    steps = MAX_READINGS - 1
-    picked = {last}
-    for i in range(steps):
-        at = first * (last / first) ** (i / steps)
-        picked.add(next(t for t in tokens if t >= at - 0.5))
-    return {t: curve[t] for t in sorted(picked)}
-
-
-def _differences(numbers: list[int]) -> list[int]:
-    return [b - a for a, b in zip([0, *numbers], numbers, strict=False)]
-
-
-def _sums(differences: Iterable[int]) -> list[int]:
-    total, sums = 0, []
-    for difference in differences:
-        total += int(difference)
-        sums.append(total)
-    return sums

@@ -6,7 +6,8 @@ from pathlib import Path
 from typing import Any
 
 from qkablate.analysis.claims.registry import FILE, Registration
-from qkablate.analysis.publication.archive import SUFFIX, Archive, Fields, pack_curve, read_archive
+from qkablate.analysis.publication.archive import SUFFIX, Archive, read_archive
+from qkablate.analysis.publication.encoding import Fields, pack_curve
 from qkablate.analysis.study.loss_curves import TRAIN, VAL
 from qkablate.analysis.study.study import Record, as_dict, make_record
 from qkablate.config import Config, flatten

@@ -9,7 +9,8 @@ from dataclasses import dataclass
 from scipy import stats
 
 from qkablate.analysis.claims.judgement import Judgement, PartJudgement
-from qkablate.analysis.publication.archive import Archive, Fields
+from qkablate.analysis.publication.archive import Archive
+from qkablate.analysis.publication.encoding import Fields
 from qkablate.analysis.publication.publish import document_group
 from qkablate.analysis.stats import ALPHA, Interval, Sample
 from qkablate.config import Config

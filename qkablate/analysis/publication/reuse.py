@@ -6,7 +6,8 @@ from pathlib import Path
 from typing import Any
 
 from qkablate.analysis.claims.claim import Claim
-from qkablate.analysis.publication.archive import Archive, Fields, find_archives, read_archive
+from qkablate.analysis.publication.archive import Archive, find_archives, read_archive
+from qkablate.analysis.publication.encoding import Fields
 from qkablate.analysis.publication.unpack import write_run
 from qkablate.disk import read_file, write_atomic
 from qkablate.errors import UserError

@@ -20,12 +20,11 @@ from qkablate.analysis.publication.archive import (
     MALFORMED,
     NAME,
     Archive,
-    Fields,
     damaged,
     find_archives,
     read_archive,
-    unpack_curve,
 )
+from qkablate.analysis.publication.encoding import Fields, unpack_curve
 from qkablate.analysis.publication.publish import mean_document_losses
 from qkablate.disk import link_atomic, read_file
 from qkablate.errors import UserError

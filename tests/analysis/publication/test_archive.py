@@ -1,4 +1,4 @@
-"""Archives: columns and curves return what was packed, and merging loses and invents nothing."""
+"""Archives: reading returns what was written, and merging loses and invents nothing."""
 
 import gzip
 import json
@@ -7,12 +7,8 @@ import pytest
 
 from qkablate.analysis.publication.archive import (
     CHECKSUMS,
-    MAX_READINGS,
     find_archives,
-    pack_curve,
     read_archive,
-    thin,
-    unpack_curve,
 )
 from qkablate.errors import UserError
 from tests.analysis.publication.made_up import HASH, make_archive, make_run
@@ -64,7 +60,7 @@ def test_other_sweep_of_a_look_is_refused():
 
 def change_a_loss(path):
     content = json.loads(gzip.decompress(path.read_bytes()))
-    content["runs"][0]["equal"]["result/loss/val"] = 0.5
+    content["runs"][0]["equal"]["result\x1floss\x1fval"] = 0.5
     path.write_bytes(gzip.compress(json.dumps(content).encode()))
 
 
@@ -103,14 +99,3 @@ def test_archives_are_found_by_folder_and_by_file(tmp_path):
     path = make_archive({"a1": make_run(1.0)}).write(tmp_path)
     assert find_archives(tmp_path) == find_archives(path) == [path]
     assert find_archives(tmp_path / CHECKSUMS) == find_archives(tmp_path / "none") == []
-
-
-def test_curve_is_rounded_and_thinned():
-    curve = {64 * step: 3 - step / 7 for step in range(1, 12)}
-    assert unpack_curve(pack_curve(curve, 1000)) == pytest.approx(curve, abs=0.0005)
-    long = {step: float(step) for step in range(1, 5001)}
-    kept = thin(long)
-    assert 32 <= len(kept) <= MAX_READINGS
-    assert {1, 5000} <= kept.keys()
-    assert kept.items() <= long.items()
-    assert thin({}) == {}
