@@ -109,8 +109,8 @@ def main(argv: list[str]) -> int:
         raise UserError("--scaling: --all, --times and the other formats show it already")
     words, out = take_out(args.words)
     sources = find_sources(words, out, ("sweep", "run"))
-    are_archives = len(words) == 1  # one word that is several sweeps
-    if len(sources) > 1 and not (are_archives and form in ("table", "md")):
+    is_one_word = len(words) == 1  # a folder of archives, which has a sweep of each claim
+    if len(sources) > 1 and not (is_one_word and form in ("table", "md")):
         raise UserError(
             "results shows one sweep, or some runs, at a time:"
             f" {shlex.join(['qkablate', 'report', *words, *out_words(out)])}"

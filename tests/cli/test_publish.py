@@ -1,5 +1,6 @@
 """`qkablate publish` as a user types it, and every command that reads what it has written."""
 
+import fcntl
 import json
 import re
 import shutil
@@ -7,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from qkablate.analysis.publication.publish import collect
 from qkablate.runs.document_losses import DocumentLossesHeader, write_document_losses
 from qkablate.sweeps.running.state import link_run
 from tests.cli.conftest import LENGTH
@@ -98,6 +100,21 @@ def test_runs_are_added_as_they_end(qkablate, published, outputs):
         (published.parent / "kept" / path.name).rename(path)
     assert qkablate("publish", "mine", "-o", "shared").code == 0
     assert archive.read_bytes() == whole
+
+
+def test_publishers_take_turns(qkablate, published, monkeypatch):
+    """Nobody else adds to the archive between its reading and its writing."""
+    alone = []
+
+    def collect_locked(*arguments):
+        with (published / ".lock").open() as file, pytest.raises(BlockingIOError):
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        alone.append(True)
+        return collect(*arguments)
+
+    monkeypatch.setattr("qkablate.analysis.publication.publish.collect", collect_locked)
+    assert qkablate("publish", "mine", "-o", "shared").code == 0
+    assert alone
 
 
 def test_other_figures_are_refused_and_nothing_is_written(qkablate, published, outputs):

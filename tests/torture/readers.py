@@ -309,7 +309,7 @@ def make_archive(folder: Path) -> Path:
         result = run_command(*command)
         assert result.code == 0, result.err
     (folder / "published" / "SHA256SUMS").unlink()
-    (path,) = (folder / "published").iterdir()
+    (path,) = (folder / "published").glob("*.json.gz")
     return path
 
 

@@ -17,12 +17,13 @@ import json
 import os
 import re
 import zlib
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 
 from qkablate import __version__
 from qkablate.analysis.publication.encoding import Fields, from_columns, to_columns
-from qkablate.disk import make_folder, read_file, replace_file
+from qkablate.disk import make_folder, read_file, write_atomic
 from qkablate.errors import UserError, sanitize
 from qkablate.runs.records import sha256
 from qkablate.strict_json import hash_json, parse_json
@@ -110,13 +111,20 @@ class Archive:
         return json.dumps(content, ensure_ascii=False).encode()
 
     def write(self, folder: Path) -> Path:
-        """Write the archive into the folder, with its line in SHA256SUMS; return its path."""
+        """Write the archive into the folder, with its line in SHA256SUMS; return its path.
+
+        The lines of other archives stay as they are. Only one process at a time may write.
+        """
         make_folder(folder)
         path, content = folder / f"{self.name}{SUFFIX}", self.encode()
-        if not path.exists() or gzip.decompress(read_file(path)) != content:
-            replace_file(path, gzip.compress(content, 9, mtime=0))
-        lines = [f"{sha256(read_file(p))}  {p.name}\n" for p in archive_paths(folder)]
-        replace_file(folder / CHECKSUMS, "".join(lines).encode())
+        before = read_file(path) if path.exists() else None
+        changed = before is None or gzip.decompress(before) != content
+        compressed = gzip.compress(content, 9, mtime=0) if changed or before is None else before
+        if changed:  # both sums are listed until it is replaced: whoever kills this harms nothing
+            listed = [sha256(before)] if before is not None else []
+            _write_checksums(folder, path.name, [*listed, sha256(compressed)])
+            write_atomic(path, compressed)
+        _write_checksums(folder, path.name, [sha256(compressed)])
         return path
 
 
@@ -156,7 +164,7 @@ def read_archive(path: Path) -> Archive:
     try:
         compressed = read_file(path)
         checks = _read_checksums(path.parent)
-        if checks.get(path.name, digest := sha256(compressed)) != digest:
+        if path.name in checks and sha256(compressed) not in checks[path.name]:
             raise ValueError(f"its checksum is not that of {CHECKSUMS}")
         with gzip.open(path) as file:
             content = parse_json(file.read(_MAX_BYTES))
@@ -176,6 +184,8 @@ def read_archive(path: Path) -> Archive:
             raise ValueError(f"{bad[0]!r} is not a valid name")
     except _UNREADABLE as error:
         raise damaged(path, error) from None
+    if path.name != (name := f"{archive.name}{SUFFIX}"):
+        raise UserError(f"'{path}' holds the runs of another name: rename it to {name}")
     return archive
 
 
@@ -185,9 +195,19 @@ def damaged(path: Path | str, error: BaseException) -> UserError:
     return UserError(f"'{path}' is no archive of runs, or damaged: {reason[:200]}")
 
 
-def _read_checksums(folder: Path) -> dict[str, str]:
-    try:
-        lines = read_file(folder / CHECKSUMS).decode().splitlines()
-    except FileNotFoundError:
-        return {}
-    return {name.strip(): digest for digest, _, name in (line.partition(" ") for line in lines)}
+def _read_checksums(folder: Path) -> dict[str, list[str]]:
+    """Return the sums by the name of the file; two while an archive is being replaced."""
+    checks: dict[str, list[str]] = {}
+    with suppress(FileNotFoundError):
+        for line in read_file(folder / CHECKSUMS).decode(errors="replace").splitlines():
+            digest, _, name = line.partition(" ")
+            checks.setdefault(name.strip(), []).append(digest)
+    return checks
+
+
+def _write_checksums(folder: Path, name: str, digests: list[str]) -> None:
+    """Write the sums of one archive, and those of others that are listed and there."""
+    checks = {k: v for k, v in _read_checksums(folder).items() if (folder / k).is_file()}
+    checks[name] = digests
+    lines = [f"{digest}  {k}\n" for k in sorted(checks) for digest in checks[k]]
+    write_atomic(folder / CHECKSUMS, "".join(lines))

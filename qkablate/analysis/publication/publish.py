@@ -1,7 +1,7 @@
 """Runs of a registered claim, from their folders into an archive."""
 
 import json
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +11,7 @@ from qkablate.analysis.publication.encoding import Fields, pack_curve
 from qkablate.analysis.study.loss_curves import TRAIN, VAL
 from qkablate.analysis.study.study import Record, as_dict, make_record
 from qkablate.config import Config, flatten
-from qkablate.disk import read_file
+from qkablate.disk import hold_lock, make_folder, read_file
 from qkablate.errors import UserError
 from qkablate.runs.records import read_json, sha256
 from qkablate.strict_json import hash_json, parse_json
@@ -31,37 +31,52 @@ _DROPPED |= {
 }
 _REPEATED = {"loss", "bits_per_byte", "accuracy", "exact"}  # measures that stand in the result, too
 _MACHINE = ("cpu", "cores", "cpu_capability", "device")
+LOCK = ".lock"  # held by a process that adds runs to a folder
 _DOCUMENT_SCALE = 1000  # of a sum of losses in nats
 VAL_SCALE, TRAIN_SCALE = 100_000, 10_000  # of a reading
 
 
 def publish(registration: Registration, folder: Path) -> tuple[Path, int, int]:
     """Add the runs that have ended to the claim's archive; return it, all runs and the new ones."""
-    path = folder / f"{registration.claim.folder_name}{SUFFIX}"
-    existing = read_archive(path) if path.exists() else None
-    known = existing.runs.keys() if existing else ()
-    archive = collect(registration, known)
-    if not archive.runs:
+    if not any(any(_ended(_read_state(sweep))) for sweep in registration.sweeps.values()):
         raise UserError(f"{registration.claim.name}: no run of it has ended")
-    if existing is not None:
-        existing.merge(archive)
-        archive = existing
-    return archive.write(folder), len(archive.runs), len(archive.runs) - len(known)
+    make_folder(folder)
+    with hold_lock(folder / LOCK, waits_for=f"another `qkablate publish` into '{folder}'"):
+        path = folder / f"{registration.claim.folder_name}{SUFFIX}"
+        existing = read_archive(path) if path.exists() else None
+        known = existing.runs.keys() if existing else ()
+        archive = collect(registration, known)
+        if existing is not None:
+            existing.merge(archive)
+            archive = existing
+        return archive.write(folder), len(archive.runs), len(archive.runs) - len(known)
+
+
+def _read_state(sweep: Path) -> SweepState:
+    sweep_state = SweepState(read_manifest(sweep))
+    sweep_state.refresh()
+    return sweep_state
+
+
+def _ended(sweep_state: SweepState) -> Iterator[str]:
+    """Yield the ids of the runs that have ended."""
+    for id, state in sweep_state.states.items():
+        if state.status in ("done", "diverged"):
+            yield id
 
 
 def collect(registration: Registration, known: Collection[str] = ()) -> Archive:
     """Read the runs of a claim that have ended; those `known` are in the sums of no document."""
     archive = Archive(read_json(registration.folder / FILE))
     for n, sweep in registration.sweeps.items():
-        sweep_state = SweepState(read_manifest(sweep))
-        sweep_state.refresh()
+        sweep_state = _read_state(sweep)
         archive.looks[str(n)] = {
             "manifest": _without_paths(parse_json(read_file(sweep / MANIFEST_FILE))),
             "solo": _without_host(read_json(sweep / SOLO)),
         }
-        for id, state in sweep_state.states.items():
-            if state.status in ("done", "diverged") and id not in archive.runs:
-                record = make_record(state)
+        for id in _ended(sweep_state):
+            if id not in archive.runs:
+                record = make_record(sweep_state.states[id])
                 archive.runs[id] = _pack_run(archive, record)
                 if id not in known and not record.run.tuning:
                     _add_documents(archive, record)

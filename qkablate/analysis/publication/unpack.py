@@ -9,7 +9,6 @@ import os
 import secrets
 import shutil
 from collections.abc import Iterable, Mapping
-from contextlib import suppress
 from pathlib import Path
 
 from qkablate import __version__
@@ -58,10 +57,9 @@ def unpack_archives(paths: Iterable[Path]) -> Path:
                     write_archive(archive, temporary)
                 except MALFORMED as error:
                     raise damaged(archive.name, error) from None
-            with suppress(FileExistsError, OSError):  # another process was faster
-                temporary.rename(folder)
+            temporary.rename(folder)
         except OSError as error:
-            if not folder.is_dir():
+            if not folder.is_dir():  # no other process was faster
                 raise UserError(
                     f"'{folder.parent}' cannot be written: {error.strerror}; XDG_CACHE_HOME names"
                     " another cache"

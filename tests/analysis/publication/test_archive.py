@@ -10,6 +10,7 @@ from qkablate.analysis.publication.archive import (
     find_archives,
     read_archive,
 )
+from qkablate.disk import hash_file, write_atomic
 from qkablate.errors import UserError
 from tests.analysis.publication.made_up import HASH, make_archive, make_run
 
@@ -93,6 +94,50 @@ def test_name_that_leads_out_of_the_folder_is_refused(tmp_path):
     archive.looks["3"]["manifest"]["name"] = "../../evil"
     with pytest.raises(UserError, match="is not a valid name"):
         read_archive(archive.write(tmp_path))
+
+
+def test_archive_of_another_name_is_refused(tmp_path):
+    """A renamed copy would be mixed with the runs of the claim, or taken for another claim's."""
+    path = make_archive({"a1": make_run(1.0)}).write(tmp_path)
+    copy = path.with_name("other-small-0123456789ab.json.gz")
+    copy.write_bytes(path.read_bytes())
+    with pytest.raises(UserError, match=f"rename it to {path.name}"):
+        read_archive(copy)
+    assert [*read_archive(path).runs] == ["a1"]
+
+
+@pytest.mark.parametrize("written", range(3))
+def test_killed_writer_leaves_a_readable_archive(tmp_path, monkeypatch, written):
+    """Of the three files that are replaced, only the first ones are."""
+    path = make_archive({"a1": make_run(1.0)}).write(tmp_path)
+    replaced = []
+
+    def write(*file):
+        if len(replaced) == written:
+            raise KeyboardInterrupt
+        replaced.append(file)
+        write_atomic(*file)
+
+    later = make_archive({"a1": make_run(1.0), "b1": make_run(2.0)})
+    with monkeypatch.context() as patch:
+        patch.setattr("qkablate.analysis.publication.archive.write_atomic", write)
+        with pytest.raises(KeyboardInterrupt):
+            later.write(tmp_path)
+    assert "a1" in read_archive(path).runs
+    later.write(tmp_path)
+    assert read_archive(path).runs == later.runs
+    assert (tmp_path / CHECKSUMS).read_text() == f"{hash_file(path)}  {path.name}\n"
+
+
+def test_checksums_of_other_archives_stay(tmp_path):
+    """A changed archive is not blessed by whoever publishes another claim."""
+    changed = make_archive({"a1": make_run(1.0)}).write(tmp_path)
+    changed.write_bytes(gzip.compress(gzip.decompress(changed.read_bytes()), 1))
+    other = make_archive({"a1": make_run(2.0)})
+    other.registration["claim"]["name"] = "other"
+    assert read_archive(other.write(tmp_path)).runs == other.runs
+    with pytest.raises(UserError, match=f"its checksum is not that of {CHECKSUMS}"):
+        read_archive(changed)
 
 
 def test_archives_are_found_by_folder_and_by_file(tmp_path):
