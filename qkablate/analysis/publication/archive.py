@@ -17,7 +17,8 @@ import json
 import os
 import re
 import zlib
-from contextlib import suppress
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -25,13 +26,15 @@ from qkablate import __version__
 from qkablate.analysis.publication.encoding import Fields, from_columns, to_columns
 from qkablate.disk import make_folder, read_file, write_atomic
 from qkablate.errors import UserError, sanitize
-from qkablate.runs.records import sha256
+from qkablate.runs.records import is_number, sha256
 from qkablate.strict_json import hash_json, parse_json
 
 FORMAT = 1
 SUFFIX = ".json.gz"
 CHECKSUMS = "SHA256SUMS"
-_MAX_BYTES = 2**28  # of an archive's JSON
+_MAX_BYTES = 2**28  # of an archive's JSON, and of what its runs have in common, for each run
+_MAX_FIELDS = 10**7  # of all runs
+_MAX_DOCUMENT_LOSSES = 10**8  # of all runs
 NAME = re.compile(r"\w[\w+-]*")  # of a claim, a sweep, a run: they become folders
 # Errors of content that is not what `Archive.write` writes.
 MALFORMED: tuple[type[Exception], ...] = (
@@ -176,17 +179,58 @@ def read_archive(path: Path) -> Archive:
         if content.pop("sha256") != hash_json(content):
             raise ValueError("its checksum does not match")
         del content["format"], content["version"]
+        _check_size(content)
         archive = Archive(**content)
         archive.runs = from_columns(content["runs"])
-        names = [archive.name, *archive.runs]
-        names += [look["manifest"][k] for look in archive.looks.values() for k in ("name", "id")]
-        if bad := [name for name in names if not NAME.fullmatch(name)]:
-            raise ValueError(f"{bad[0]!r} is not a valid name")
+        _check_fields(archive)
     except _UNREADABLE as error:
         raise damaged(path, error) from None
     if path.name != (name := f"{archive.name}{SUFFIX}"):
         raise UserError(f"'{path}' holds the runs of another name: rename it to {name}")
     return archive
+
+
+def _check_size(content: Fields) -> None:
+    """Raise ValueError if runs or sums that are stored once would fill memory or disk as files."""
+    tables = content["runs"]
+    arms = [arm for look in content["looks"].values() for arm in look["manifest"]["arms"].values()]
+    largest = max((len(json.dumps(arm)) for arm in arms), default=0)
+    documents = max((len(sums["losses"]) for sums in content["documents"].values()), default=0)
+    fields = characters = losses = 0
+    for table in tables:
+        count = len(table["ids"])
+        fields += count * (len(table["equal"]) + len(table["each"]))
+        characters += count * (len(json.dumps(table["equal"])) + largest)
+        losses += count * documents
+    if fields > _MAX_FIELDS or characters > _MAX_BYTES or losses > _MAX_DOCUMENT_LOSSES:
+        raise ValueError("unpacked, its runs would be too large")
+
+
+def _check_fields(archive: Archive) -> None:
+    """Raise one of MALFORMED unless names are valid, and fields that others read are there."""
+    names = [archive.name, *archive.runs]
+    names += [look["manifest"][k] for look in archive.looks.values() for k in ("name", "id")]
+    if bad := [name for name in names if not NAME.fullmatch(name)]:
+        raise ValueError(f"{bad[0]!r} is not a valid name")
+    if not archive.looks or not all(n.isdecimal() for n in archive.looks):
+        raise ValueError("it has no sweep, or one without a number of seeds")
+    for environment in archive.environments.values():
+        if not all(isinstance(part, dict) for part in environment.values()):
+            raise ValueError("an environment is malformed")
+    for run in archive.runs.values():
+        archive.environments.get(run["environment"] or "")
+        loss = figures(run)["loss"]
+        if run["result"]["status"] == "done" and not is_number(loss["val"]):
+            raise ValueError("a run that is done has no loss")
+
+
+@contextmanager
+def refuse_malformed(name: Path | str) -> Iterator[None]:
+    """Raise UserError instead of an error that malformed content of an archive causes."""
+    try:
+        yield
+    except MALFORMED as error:
+        raise damaged(name, error) from None
 
 
 def damaged(path: Path | str, error: BaseException) -> UserError:

@@ -1,12 +1,13 @@
 """Runs of a registered claim, from their folders into an archive."""
 
 import json
+from collections import Counter
 from collections.abc import Collection, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 from qkablate.analysis.claims.registry import FILE, Registration
-from qkablate.analysis.publication.archive import SUFFIX, Archive, read_archive
+from qkablate.analysis.publication.archive import SUFFIX, Archive, read_archive, refuse_malformed
 from qkablate.analysis.publication.encoding import Fields, pack_curve
 from qkablate.analysis.study.loss_curves import TRAIN, VAL
 from qkablate.analysis.study.study import Record, as_dict, make_record
@@ -31,6 +32,7 @@ _DROPPED |= {
 }
 _REPEATED = {"loss", "bits_per_byte", "accuracy", "exact"}  # measures that stand in the result, too
 _MACHINE = ("cpu", "cores", "cpu_capability", "device")
+MeanLosses = tuple[list[float], list[int]]  # and tokens, by document
 LOCK = ".lock"  # held by a process that adds runs to a folder
 _DOCUMENT_SCALE = 1000  # of a sum of losses in nats
 VAL_SCALE, TRAIN_SCALE = 100_000, 10_000  # of a reading
@@ -47,7 +49,8 @@ def publish(registration: Registration, folder: Path) -> tuple[Path, int, int]:
         known = existing.runs.keys() if existing else ()
         archive = collect(registration, known)
         if existing is not None:
-            existing.merge(archive)
+            with refuse_malformed(path):
+                existing.merge(archive)
             archive = existing
         return archive.write(folder), len(archive.runs), len(archive.runs) - len(known)
 
@@ -175,19 +178,18 @@ def _add_documents(archive: Archive, record: Record) -> None:
         sums["runs"] += 1
 
 
-def mean_document_losses(archive: Archive, run: Fields) -> tuple[list[float], list[int]] | None:
-    """Return the mean losses by document of the runs of an arm; None unless all have them."""
-    sums = archive.documents.get(document_group(run))
-    if sums is None or run["tuning"]:
-        return None
-    group = document_group(run)
-    done = [
-        other
-        for other in archive.runs.values()
-        if not other["tuning"] and document_group(other) == group
-        if other["result"]["status"] == "done"
-    ]
-    if sums["runs"] != len(done):
-        return None
-    losses = [loss / (_DOCUMENT_SCALE * sums["runs"]) for loss in sums["losses"]]
-    return losses, archive.document_tokens[sums["tokens"]]
+def mean_document_losses(archive: Archive) -> dict[str, MeanLosses]:
+    """Return the mean losses by document of the groups of runs that all have them."""
+    runs = Counter(
+        document_group(run)
+        for run in archive.runs.values()
+        if not run["tuning"] and run["result"]["status"] == "done"
+    )
+    return {
+        group: (
+            [loss / (_DOCUMENT_SCALE * runs[group]) for loss in sums["losses"]],
+            archive.document_tokens[sums["tokens"]],
+        )
+        for group, sums in archive.documents.items()
+        if runs[group] and sums["runs"] == runs[group]
+    }

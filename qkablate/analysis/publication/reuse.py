@@ -6,8 +6,14 @@ from pathlib import Path
 from typing import Any
 
 from qkablate.analysis.claims.claim import Claim
-from qkablate.analysis.publication.archive import Archive, find_archives, read_archive
+from qkablate.analysis.publication.archive import (
+    Archive,
+    find_archives,
+    read_archive,
+    refuse_malformed,
+)
 from qkablate.analysis.publication.encoding import Fields
+from qkablate.analysis.publication.publish import mean_document_losses
 from qkablate.analysis.publication.unpack import write_run
 from qkablate.disk import read_file, write_atomic
 from qkablate.errors import UserError
@@ -37,31 +43,35 @@ def machine_words(archive: Archive, given: Mapping[str, Any]) -> list[str]:
 
     With them another type of CPU plans the same runs, and those that are published count.
     """
-    arms = [arm for look in archive.looks.values() for arm in look["manifest"]["arms"].values()]
     words = []
-    for key in _MACHINE_KEYS:
-        values = {str(arm["config"][key]).lower() for arm in arms}
-        if len(values) == 1 and key not in given:
-            words.append(f"{key}={values.pop()}")
-    device = {str(arm["facts"]["device"]) for arm in arms}
-    if len(device) == 1 and "device" not in given:
-        words.append(f"device={device.pop()}")
+    with refuse_malformed(archive.name):
+        arms = [arm for look in archive.looks.values() for arm in look["manifest"]["arms"].values()]
+        for key in _MACHINE_KEYS:
+            values = {str(arm["config"][key]).lower() for arm in arms}
+            if len(values) == 1 and key not in given:
+                words.append(f"{key}={values.pop()}")
+        device = {str(arm["facts"]["device"]) for arm in arms}
+        if len(device) == 1 and "device" not in given:
+            words.append(f"device={device.pop()}")
     return words
 
 
 def count_published(archive: Archive, manifest: Manifest) -> int:
     """Return how many published runs are of this plan; UserError if none is."""
-    count = sum(_is_planned(manifest, id, run) for id, run in archive.runs.items())
-    if not count:
-        raise UserError(
-            f"--from: none of the {len(archive.runs)} published runs is one of this plan:"
-            f" {_explain(archive, manifest)}"
-        )
+    with refuse_malformed(archive.name):
+        count = sum(_is_planned(manifest, id, run) for id, run in archive.runs.items())
+        if not count:
+            raise UserError(
+                f"--from: none of the {len(archive.runs)} published runs is one of this plan:"
+                f" {_explain(archive, manifest)}"
+            )
     return count
 
 
 def add_runs(archive: Archive, manifest: Manifest) -> None:
     """Write the published runs of a plan into its folder of runs, unless they are done there."""
+    with refuse_malformed(archive.name):
+        documents = mean_document_losses(archive)
     for id, run in archive.runs.items():
         if not _is_planned(manifest, id, run):
             continue
@@ -74,7 +84,8 @@ def add_runs(archive: Archive, manifest: Manifest) -> None:
             with target.hold_lease(), tempfile.TemporaryDirectory() as temporary:
                 target.restart()  # what was begun here is kept in attempts/
                 folder = Path(temporary)
-                write_run(archive, run, arm, planned, folder)
+                with refuse_malformed(archive.name):
+                    write_run(archive, run, arm, planned, folder, documents)
                 names = sorted((path.name for path in folder.iterdir()), key=_RESULT.__eq__)
                 for name in names:
                     write_atomic(target.folder / name, read_file(folder / name))

@@ -16,15 +16,18 @@ from qkablate.analysis.claims.registry import FILE as CLAIM_FILE
 from qkablate.analysis.claims.registry import Registration, read_registration
 from qkablate.analysis.publication.archive import (
     FORMAT,
-    MALFORMED,
     NAME,
     Archive,
-    damaged,
     find_archives,
     read_archive,
+    refuse_malformed,
 )
 from qkablate.analysis.publication.encoding import Fields, unpack_curve
-from qkablate.analysis.publication.publish import mean_document_losses
+from qkablate.analysis.publication.publish import (
+    MeanLosses,
+    document_group,
+    mean_document_losses,
+)
 from qkablate.disk import link_atomic, read_file
 from qkablate.errors import UserError
 from qkablate.runs.document_losses import DocumentLossesHeader, write_document_losses
@@ -53,10 +56,8 @@ def unpack_archives(paths: Iterable[Path]) -> Path:
         try:
             temporary.mkdir(parents=True)
             for archive in archives:
-                try:
+                with refuse_malformed(archive.name):
                     write_archive(archive, temporary)
-                except MALFORMED as error:
-                    raise damaged(archive.name, error) from None
             temporary.rename(folder)
         except OSError as error:
             if not folder.is_dir():  # no other process was faster
@@ -102,11 +103,14 @@ def write_archive(archive: Archive, out: Path) -> None:
         arms |= own
         link_atomic(registered / f"n{int(n)}", sweep)
     is_of_today = all(look["manifest"]["numerics"] == NUMERICS for look in archive.looks.values())
+    read_registration(registered)  # UserError, or one of MALFORMED, unless it is as it was written
+    documents = mean_document_losses(archive)
     for id, run in archive.runs.items():
         planned = plan_run(archive, run, arms)
         if (is_of_today and planned.id != id) or not NAME.fullmatch(planned.name):
             raise UserError(f"{archive.name}: run {id} does not have the settings of its id")
-        write_run(archive, run, arms[run["arm"]], planned, out / "runs" / planned.name)
+        folder = out / "runs" / planned.name
+        write_run(archive, run, arms[run["arm"]], planned, folder, documents)
 
 
 def plan_run(archive: Archive, run: Fields, arms: Mapping[str, Arm]) -> SweepRun:
@@ -116,7 +120,14 @@ def plan_run(archive: Archive, run: Fields, arms: Mapping[str, Arm]) -> SweepRun
     return arms[run["arm"]].run(run["changes"], tuning=run["tuning"])
 
 
-def write_run(archive: Archive, run: Fields, arm: Arm, planned: SweepRun, folder: Path) -> None:
+def write_run(
+    archive: Archive,
+    run: Fields,
+    arm: Arm,
+    planned: SweepRun,
+    folder: Path,
+    documents: Mapping[str, MeanLosses],
+) -> None:
     """Write the files of a published run into a folder, the result last."""
     config = arm.config_of(run["changes"], tuning=run["tuning"])
     folder.mkdir(parents=True, exist_ok=True)
@@ -136,7 +147,8 @@ def write_run(archive: Archive, run: Fields, arm: Arm, planned: SweepRun, folder
         )
     result = {"id": planned.id, "label": planned.label, **run["result"]}
     result |= {"published": archive.name}
-    if result["status"] == "done" and (found := mean_document_losses(archive, run)) is not None:
+    found = None if run["tuning"] else documents.get(document_group(run))
+    if result["status"] == "done" and found is not None:
         header = DocumentLossesHeader(planned.id, str(result.get("data_fingerprint")))
         write_document_losses(folder, header, *found)
     _write_json(folder / "result.json", result | {"sha256": hash_json(result)})

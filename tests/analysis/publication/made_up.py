@@ -19,5 +19,5 @@ def make_run(loss, seed=1, **fields):
 
 def make_archive(runs, registered="2026-01-01", **fields):
     registration = {"claim": {"name": "mine", "scale": "small"}, "hash": HASH}
-    look = {"manifest": {"name": "claim-mine", "id": "aa"}, "solo": None}
+    look = {"manifest": {"name": "claim-mine", "id": "aa", "arms": {}}, "solo": None}
     return Archive(registration | {"registered": registered}, {"3": look}, runs=runs, **fields)

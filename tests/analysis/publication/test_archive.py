@@ -12,6 +12,7 @@ from qkablate.analysis.publication.archive import (
 )
 from qkablate.disk import hash_file, write_atomic
 from qkablate.errors import UserError
+from qkablate.strict_json import hash_json
 from tests.analysis.publication.made_up import HASH, make_archive, make_run
 
 
@@ -138,6 +139,58 @@ def test_checksums_of_other_archives_stay(tmp_path):
     assert read_archive(other.write(tmp_path)).runs == other.runs
     with pytest.raises(UserError, match=f"its checksum is not that of {CHECKSUMS}"):
         read_archive(changed)
+
+
+def copy_many(content):
+    """Make a small file of many runs: a table holds what they have in common once."""
+    (table,) = content["runs"]
+    table["ids"] = [f"a{i}" for i in range(4000)]
+    table["each"] = {}
+
+
+@pytest.mark.parametrize(
+    "field", [{f"k{i}": 0 for i in range(3000)}, {"curve": [0.5] * 30_000}], ids=["keys", "curve"]
+)
+def test_file_that_expands_without_measure_is_refused(tmp_path, field):
+    path = make_archive({"a1": make_run(1.0, **field)}).write(tmp_path)
+    assert len(read_archive(path).runs) == 1
+    reseal(path, copy_many)
+    with pytest.raises(UserError, match="its runs would be too large"):
+        read_archive(path)
+
+
+def test_documents_that_expand_without_measure_are_refused(tmp_path):
+    path = make_archive({"a1": make_run(1.0)}, documents=documents([0] * 30_000, 1)).write(tmp_path)
+    reseal(path, copy_many)
+    with pytest.raises(UserError, match="its runs would be too large"):
+        read_archive(path)
+
+
+def reseal(path, change):
+    """Change the content of an archive, with sums that are right."""
+    content = json.loads(gzip.decompress(path.read_bytes()))
+    change(content)
+    del content["sha256"]
+    path.write_bytes(gzip.compress(json.dumps(content | {"sha256": hash_json(content)}).encode()))
+    (path.parent / CHECKSUMS).unlink()
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda content: content.update(looks={}),
+        lambda content: content["looks"].update(three=content["looks"]["3"]),
+        lambda content: content.update(environments={"e": {"machine": 1}}),
+        lambda content: content["runs"][0]["equal"].pop("result\x1floss\x1fval"),
+        lambda content: content["runs"][0]["equal"].pop("environment"),
+        lambda content: content.update(documents=[]),
+    ],
+)
+def test_malformed_content_is_refused(tmp_path, change):
+    path = make_archive({"a1": make_run(1.0)}).write(tmp_path)
+    reseal(path, change)
+    with pytest.raises(UserError, match="is no archive of runs, or damaged"):
+        read_archive(path)
 
 
 def test_archives_are_found_by_folder_and_by_file(tmp_path):

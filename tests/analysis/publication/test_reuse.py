@@ -1,0 +1,24 @@
+"""Published runs that count as done: malformed ones are refused in one line."""
+
+from types import SimpleNamespace
+
+import pytest
+
+from qkablate.analysis.publication.reuse import count_published, machine_words
+from qkablate.errors import UserError
+from tests.analysis.publication.made_up import make_archive, make_run
+
+
+def test_arm_without_settings_is_refused():
+    archive = make_archive({"a1": make_run(1.0)})
+    archive.looks["3"]["manifest"]["arms"] = {"no_q-d16": {"config": {}}}
+    with pytest.raises(UserError, match="mine-small-0123456789ab' is no archive of runs"):
+        machine_words(archive, {})
+
+
+def test_run_without_an_arm_is_refused():
+    archive = make_archive({"a1": make_run(1.0)})
+    del archive.runs["a1"]["arm"]
+    manifest = SimpleNamespace(arms={})
+    with pytest.raises(UserError, match="damaged: 'arm'"):
+        count_published(archive, manifest)
