@@ -1,6 +1,7 @@
 """Runs of a registered claim, from their folders into an archive."""
 
 import json
+import os
 from collections import Counter
 from collections.abc import Collection, Iterator, Mapping
 from pathlib import Path
@@ -74,7 +75,7 @@ def collect(registration: Registration, known: Collection[str] = ()) -> Archive:
     for n, sweep in registration.sweeps.items():
         sweep_state = _read_state(sweep)
         archive.looks[str(n)] = {
-            "manifest": _without_paths(parse_json(read_file(sweep / MANIFEST_FILE))),
+            "manifest": without_folders(parse_json(read_file(sweep / MANIFEST_FILE))),
             "solo": _without_host(read_json(sweep / SOLO)),
         }
         for id in _ended(sweep_state):
@@ -86,8 +87,12 @@ def collect(registration: Registration, known: Collection[str] = ()) -> Archive:
     return archive
 
 
-def _without_paths(manifest: Fields) -> Fields:
-    """Return a manifest without the paths and the accounts of the machine."""
+def without_folders(manifest: Fields) -> Fields:
+    """Return a manifest without the accounts and folders of the machine on which nothing depends.
+
+    The paths of data, circuits and parent runs stay: from them the runs are trained again. Of other
+    paths in the command the last name stays.
+    """
     manifest.pop("sha256")
     defaults = flatten(Config())
     local = [key for key in defaults if key in ("out", "data.cache") or key.startswith("tracking.")]
@@ -96,8 +101,15 @@ def _without_paths(manifest: Fields) -> Fields:
             section, _, name = key.rpartition(".")
             (arm["config"][section] if section else arm["config"])[name] = defaults[key]
             arm["overrides"].pop(key, None)
-    words = [word for word in manifest["command"] if word.partition("=")[0] not in local]
+    command = [word for word in manifest["command"] if word.partition("=")[0] not in local]
+    words = [word if word.partition("=")[0] in defaults else _last_name(word) for word in command]
     return manifest | {"out": "outputs", "command": words}
+
+
+def _last_name(word: str) -> str:
+    """Return a word whose path, as in --from=PATH, is its last name alone."""
+    flag, sign, path = word.rpartition("=")
+    return f"{flag}{sign}{os.path.basename(os.path.normpath(path))}" if "/" in path else word
 
 
 def _without_host(solo: Fields | None) -> Fields | None:
