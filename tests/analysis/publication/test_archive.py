@@ -109,7 +109,7 @@ def test_archive_of_another_name_is_refused(tmp_path):
 
 @pytest.mark.parametrize("written", range(3))
 def test_killed_writer_leaves_a_readable_archive(tmp_path, monkeypatch, written):
-    """Of the three files that are replaced, only the first ones are."""
+    """It is killed before each of the three files that it replaces."""
     path = make_archive({"a1": make_run(1.0)}).write(tmp_path)
     replaced = []
 
