@@ -145,13 +145,19 @@ def _reproduce(registration: "Registration", root: str, args: Namespace, words: 
         judge_looks,
         solo_arms,
     )
-    from qkablate.analysis.publication.replication import check_trainable, compare_parts
+    from qkablate.analysis.publication.replication import (
+        check_claim,
+        check_config,
+        check_trainable,
+        compare_parts,
+    )
     from qkablate.analysis.study.study import read_study
     from qkablate.api.reproduce import reproduction_request
     from qkablate.api.sweep import plan_sweep
     from qkablate.cli.launch import run_and_print
 
     claim = registration.claim
+    check_claim(claim)
     published = counting_judgement(judge_looks(claim, root))
     if published is None or not published.has_ended:
         print_stderr(f"{claim.title}: there is no published verdict: its runs are not complete")
@@ -163,7 +169,7 @@ def _reproduce(registration: "Registration", root: str, args: Namespace, words: 
         options = ["--seeds", str(args.seeds)] if args.seeds else []
         options += ["--from", getattr(args, "from")] if getattr(args, "from") else []
         command = ["reproduce", claim.folder_name, *words, *options]
-        manifest, slots = plan_sweep(request, command)
+        manifest, slots = plan_sweep(request, command, check_config)
     code = run_and_print(manifest, slots, request, retry=False)
     if code:
         return code
