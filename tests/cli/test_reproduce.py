@@ -166,3 +166,25 @@ def test_claim_of_a_stranger_runs_no_code_and_sets_no_key_of_the_machine(
     assert not Path("ran").exists()
     assert not Path("outputs/sweeps").exists()
     assert not Path("elsewhere").exists()
+
+
+@pytest.mark.parametrize(("words", "expected"), [([], False), (["--retry", "failed"], True)])
+def test_failed_runs_are_trained_again_on_request(
+    qkablate, published, monkeypatch, words, expected
+):
+    asked = []
+
+    def run_and_print(manifest, slots, request, *, retry):
+        asked.append(retry)
+        return 1
+
+    monkeypatch.setattr("qkablate.cli.launch.run_and_print", run_and_print)
+    assert qkablate("reproduce", "mine", "--from", "shared", published, *words).code == 1
+    assert asked == [expected]
+
+
+@pytest.mark.parametrize("code", [130, 143])
+def test_check_that_a_signal_stops_tells_which(qkablate, published, monkeypatch, code):
+    monkeypatch.setattr("qkablate.sweeps.running.launcher.Launcher.run", lambda launcher: code)
+    words = ["--from", "shared", published, "--check", "1"]
+    assert qkablate("reproduce", "mine", *words).code == code
