@@ -14,6 +14,7 @@ from qkablate.analysis.publication.replication import (
     compare_run,
     sample_runs,
 )
+from qkablate.api.train import make_interrupt
 from qkablate.compose.grid import SweepRequest, read_request
 from qkablate.config import GridConfig, SweepConfig, TrackingConfig
 from qkablate.errors import UserError
@@ -101,7 +102,7 @@ def _train_alone(
     launcher = Launcher(manifest, engine, table, share_prefix=False)
     code = launcher.run()
     if code > 128:
-        raise KeyboardInterrupt
+        raise make_interrupt(code)
     state = launcher.sweep_state.states[planned.id]
     if state.reason:
         table.note(f"{planned.name}: {state.reason}")

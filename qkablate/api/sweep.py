@@ -1,5 +1,6 @@
 """Plan and run a sweep: for `qkablate.sweep`, `qkablate sweep` and `qkablate claim run`."""
 
+from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -9,6 +10,7 @@ from qkablate.api.train import make_interrupt
 from qkablate.api.words import format_words, reject_unnamed
 from qkablate.compose.configs import make_config, open_hydra
 from qkablate.compose.grid import EmptyGrid, SweepRequest, read_request
+from qkablate.config import Config
 from qkablate.dashboard.sweep_run import make_sweep_tables
 from qkablate.disk import make_folder
 from qkablate.errors import UserError
@@ -82,11 +84,17 @@ def load_sweep(name: str | Path | None = None, out: str | Path = "outputs") -> "
     return read_study(find_sweep(None if name is None else str(name), str(out)))
 
 
-def plan_sweep(request: SweepRequest, command: list[str]) -> tuple[Manifest, list[str | None]]:
-    """Return the manifest, and a slot for every run that can run at once."""
+def plan_sweep(
+    request: SweepRequest, command: list[str], check: Callable[[Config], None] | None = None
+) -> tuple[Manifest, list[str | None]]:
+    """Return the manifest, and a slot for every run that can run at once.
+
+    `check` raises UserError for a config, before the data and the circuits that it names are read.
+    """
     from tqdm import tqdm
 
     from qkablate.sweeps.engines.factory import check_engine, check_resources
+    from qkablate.sweeps.planning.arms import Overrides
     from qkablate.sweeps.planning.expand import Grid, expand_grid
     from qkablate.sweeps.planning.packing import pack
 
@@ -100,7 +108,13 @@ def plan_sweep(request: SweepRequest, command: list[str]) -> tuple[Manifest, lis
             bar.total = total
             bar.update(done - bar.n)
 
-        manifest = expand_grid(grid, make_config, ["qkablate", *command], note)
+        def compose(overrides: Overrides) -> Config:
+            config = make_config(overrides)
+            if check is not None:
+                check(config)
+            return config
+
+        manifest = expand_grid(grid, compose, ["qkablate", *command], note)
     try:
         make_folder(Path(manifest.out).expanduser() / "sweeps")
     except OSError as error:

@@ -184,8 +184,11 @@ def check_utf8(name: str, text: str) -> None:
         raise UserError(f"{name}: it is not UTF-8 text") from None
 
 
-def take_out(words: Iterable[str]) -> tuple[list[str], str]:
-    """Return the words without `out=FOLDER`, and the folder of runs, sweeps and claims."""
+def take_out(words: Iterable[str], *, unpack: bool = True) -> tuple[list[str], str]:
+    """Return the words without `out=FOLDER`, and the folder of runs, sweeps and claims.
+
+    If the folder has archives alone, it is that of the unpacked ones, unless `unpack` is false.
+    """
     folders = [word.removeprefix("out=") for word in words if word.startswith("out=")]
     out = folders[-1] if folders else "outputs"
     if os.path.expanduser(out).startswith("~"):
@@ -197,13 +200,18 @@ def take_out(words: Iterable[str]) -> tuple[list[str], str]:
     except (OSError, ValueError) as error:
         reason = error.strerror if isinstance(error, OSError) else str(error)
         raise UserError(f"out: '{sanitize(out[:60])}' cannot be a folder: {reason}") from None
-    return [word for word in words if not word.startswith("out=")], unpacked(out)
+    return [word for word in words if not word.startswith("out=")], (
+        unpacked(out) if unpack else out
+    )
 
 
 def unpacked(folder: str) -> str:
-    """Return the folder, or that of its archives of published runs, unpacked."""
+    """Return the folder, or that of its archives, unpacked, where it has no runs of its own."""
     from qkablate.analysis.publication.archive import find_archives
 
+    path = Path(os.path.expanduser(folder))
+    if any(os.path.isdir(path / name) for name in ("runs", "sweeps", "claims")):
+        return folder
     if not (paths := find_archives(folder)):
         return folder
     from qkablate.analysis.publication.unpack import unpack_archives

@@ -46,7 +46,7 @@ PARSER.option("-o", "FOLDER", f"where the archives are; the default is {FOLDER}"
 def main(argv: list[str]) -> int:
     """Publish the runs of some claims."""
     args = PARSER.parse(argv)
-    words, out = take_out(args.words)
+    words, out = take_out(args.words, unpack=False)
     if not words:
         raise UserError("give a claim that has been run: qkablate publish NAME …")
     folder = Path(os.path.expanduser(args.o or FOLDER))

@@ -102,10 +102,14 @@ def _write_study(args: Namespace) -> int:
         raise UserError("--study takes nothing beside it: it writes what is in its folder")
     if not os.path.isdir(args.study):
         raise UserError(f"--study: '{args.study}' is not a folder")
-    from qkablate.report.study.page import PAGE, SNIPPET, write_study
+    from qkablate.report.study.claims import RESULTS
+    from qkablate.report.study.page import PAGE, REGISTRATIONS, SNIPPET, write_study
 
+    study = Path(args.study)
+    if not (study / RESULTS).is_dir() and not (study / REGISTRATIONS).is_file():
+        raise UserError(f"--study: '{study}' is not the folder of a study: it has no {RESULTS}/")
     try:
-        written = write_study(Path(args.study))
+        written = write_study(study)
     except OSError as error:
         raise UserError(f"--study: '{args.study}' cannot be written: {error.strerror}") from None
     texts = [path for path in written if path.name in (PAGE, SNIPPET)]

@@ -4,7 +4,7 @@ import math
 from argparse import Namespace
 from typing import TYPE_CHECKING
 
-from qkablate.cli.arguments import Parser, check_utf8, convert_value, whole_number
+from qkablate.cli.arguments import Parser, check_utf8, convert_value, one_of, whole_number
 from qkablate.compose.configs import open_hydra
 from qkablate.config import KEYS, has_role, no_such_key
 from qkablate.errors import UserError, print_stderr, sanitize
@@ -21,7 +21,8 @@ CHECKED = 3  # runs of a claim, unless a number is given
 
 HELP = """qkablate reproduce: train published claims again: do the numbers agree?
 
-Usage: qkablate reproduce CLAIM|all [--seeds N] [--from FOLDER] [key=value …]
+Usage: qkablate reproduce CLAIM|all [--seeds N] [--retry failed] [--from FOLDER]
+                          [key=value …]
        qkablate reproduce CLAIM|all --check [N] [--from FOLDER]
 
 Trains the claim's runs on this machine, with seeds that no published run has
@@ -59,6 +60,7 @@ PARSER.add_argument(
 )
 PARSER.option("--from", "FOLDER", f"the published runs; the default is {FOLDER}")
 PARSER.option("--seeds", "N", "number of seeds; the default is the claim's own", whole_number(3))
+PARSER.option("--retry", "failed", "train failed runs again, too", one_of(["failed"]))
 
 
 def main(argv: list[str]) -> int:
@@ -76,6 +78,8 @@ def main(argv: list[str]) -> int:
         raise UserError("give one claim, or all: qkablate reproduce NAME")
     if count is not None and args.seeds is not None:
         raise UserError("--seeds has no meaning with --check: the runs have the published seeds")
+    if count is not None and args.retry is not None:
+        raise UserError("--retry has no meaning with --check: it begins every run anew")
     _check_keys(words)
 
     from qkablate.analysis.publication.archive import find_archives, read_archive
@@ -145,13 +149,19 @@ def _reproduce(registration: "Registration", root: str, args: Namespace, words: 
         judge_looks,
         solo_arms,
     )
-    from qkablate.analysis.publication.replication import check_trainable, compare_parts
+    from qkablate.analysis.publication.replication import (
+        check_claim,
+        check_config,
+        check_trainable,
+        compare_parts,
+    )
     from qkablate.analysis.study.study import read_study
     from qkablate.api.reproduce import reproduction_request
     from qkablate.api.sweep import plan_sweep
     from qkablate.cli.launch import run_and_print
 
     claim = registration.claim
+    check_claim(claim)
     published = counting_judgement(judge_looks(claim, root))
     if published is None or not published.has_ended:
         print_stderr(f"{claim.title}: there is no published verdict: its runs are not complete")
@@ -163,8 +173,8 @@ def _reproduce(registration: "Registration", root: str, args: Namespace, words: 
         options = ["--seeds", str(args.seeds)] if args.seeds else []
         options += ["--from", getattr(args, "from")] if getattr(args, "from") else []
         command = ["reproduce", claim.folder_name, *words, *options]
-        manifest, slots = plan_sweep(request, command)
-    code = run_and_print(manifest, slots, request, retry=False)
+        manifest, slots = plan_sweep(request, command, check_config)
+    code = run_and_print(manifest, slots, request, retry=args.retry is not None)
     if code:
         return code
     if alone := solo_arms(find_comparisons(claim, manifest.arms.values())):

@@ -128,6 +128,14 @@ def test_other_figures_are_refused_and_nothing_is_written(qkablate, published, o
     assert {path.name: path.read_bytes() for path in published.iterdir()} == before
 
 
+def test_archives_among_the_outputs_hide_no_runs(qkablate, outputs):
+    """A second time, too, when there are archives that the first one has written."""
+    for new in (9, 0):
+        done = qkablate("publish", "mine", "-o", "outputs")
+        assert f"9 runs, {new} of them new" in done.out
+    assert qkablate("results", "small").code == 0  # a sweep of no claim
+
+
 def test_mistakes_are_one_line(qkablate, outputs):
     Path("file").write_text("")
     assert_refused(qkablate("publish"), "give a claim")

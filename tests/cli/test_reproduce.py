@@ -7,6 +7,9 @@ from pathlib import Path
 
 import pytest
 
+from qkablate.analysis.claims.claim import Claim
+from qkablate.analysis.publication.archive import read_archive
+from qkablate.strict_json import from_json
 from tests.cli.conftest import LENGTH, write_runs
 from tests.cli.helpers import GAPS, SIZES, assert_refused
 
@@ -129,3 +132,59 @@ def test_mistakes_are_one_line(qkablate, published):
         (["mine", *shared, "--check", "workers=2"], "--check takes data.cache alone"),
     ):
         assert_refused(qkablate("reproduce", *words), message)
+
+
+@pytest.mark.parametrize(
+    ("place", "settings", "message"),
+    [
+        ("grid", {"variant": "standard,no_q,{evil}"}, "an arm of the claim is of a variant file"),
+        ("grid", {"variant.file": "{evil}"}, "grid: variant.file names a file"),
+        ("grid", {"+variant.file": "{evil}"}, "grid: +variant.file: there is no such key"),
+        ("grid", {"out": "elsewhere"}, "grid: out changes no result"),
+        ("grid", {"init_from.run": "mine"}, "grid: init_from.run names a file"),
+        ("tasks", {"recall": {"variant.file": "{evil}"}}, "tasks.recall: variant.file names"),
+        ("tasks", {"recall": {"tracking.entity": "x"}}, "tasks.recall: tracking.entity changes"),
+        ("baseline", {"variant.file": "{evil}"}, "baseline: variant.file names a file"),
+    ],
+)
+def test_claim_of_a_stranger_runs_no_code_and_sets_no_key_of_the_machine(
+    qkablate, published, made_up, tmp_path, place, settings, message
+):
+    """The archive is whole: its author has written it so."""
+    evil = tmp_path / "evil.py"
+    evil.write_text("open('ran', 'w').close()\n")
+    text = json.dumps(settings).replace("{evil}", str(evil))
+    (path,) = Path("shared").glob("*.json.gz")
+    archive = read_archive(path)
+    content = archive.registration["claim"]
+    content[place] = json.loads(text) if place == "baseline" else content[place] | json.loads(text)
+    claim = from_json(Claim, content | {"source": archive.registration["source"]})
+    archive.registration["hash"] = claim.hash
+    archive.write(Path("hostile"))
+    done = qkablate("reproduce", "mine", "--from", "hostile", published)
+    assert_refused(done, message)
+    assert not Path("ran").exists()
+    assert not Path("outputs/sweeps").exists()
+    assert not Path("elsewhere").exists()
+
+
+@pytest.mark.parametrize(("words", "expected"), [([], False), (["--retry", "failed"], True)])
+def test_failed_runs_are_trained_again_on_request(
+    qkablate, published, monkeypatch, words, expected
+):
+    asked = []
+
+    def run_and_print(manifest, slots, request, *, retry):
+        asked.append(retry)
+        return 1
+
+    monkeypatch.setattr("qkablate.cli.launch.run_and_print", run_and_print)
+    assert qkablate("reproduce", "mine", "--from", "shared", published, *words).code == 1
+    assert asked == [expected]
+
+
+@pytest.mark.parametrize("code", [130, 143])
+def test_check_that_a_signal_stops_tells_which(qkablate, published, monkeypatch, code):
+    monkeypatch.setattr("qkablate.sweeps.running.launcher.Launcher.run", lambda launcher: code)
+    words = ["--from", "shared", published, "--check", "1"]
+    assert qkablate("reproduce", "mine", *words).code == code

@@ -109,12 +109,7 @@ def parse_claim(name: str, content: Any, scale: str, words: Mapping[str, str]) -
     own = _map("grid", content.get("grid")) | changes | dict(words)
     # A file with its keys in another order is the same claim.
     grid = {key: _values(key, value) for key, value in sorted((scale_values | own).items())}
-    for key, text in grid.items():
-        if key == "control" or key.partition(".")[0] in ("seed", "seeds", "sweep", "control"):
-            raise UserError(f"grid: {key} is set by the claim itself, not by its grid")
-        if has_role(key, NON_CLAIM_KEYS):
-            raise UserError(f"grid: {key} changes no result and is not part of a claim")
-        check_digits(key, text)
+    check_settings("grid", grid)
     tuning = content.get("tuning_seeds", 3)
     if type(tuning) is not int or not 0 <= tuning <= MOST_SEEDS:
         raise UserError(f"tuning_seeds: {tuning} is not a number of seeds; 0 turns tuning off")
@@ -176,6 +171,16 @@ def parse_claim(name: str, content: Any, scale: str, words: Mapping[str, str]) -
         parts=specs,
         minutes=minutes,
     )
+
+
+def check_settings(where: str, settings: Mapping[str, Any]) -> None:
+    """Raise UserError for a key that no claim may set in its grid or for a task."""
+    for key, value in settings.items():
+        if key.partition(".")[0] in ("seed", "seeds", "sweep", "control"):
+            raise UserError(f"{where}: {key} is set by the claim itself, not by its grid")
+        if has_role(key, NON_CLAIM_KEYS):
+            raise UserError(f"{where}: {key} changes no result and is not part of a claim")
+        check_digits(key, str(value))
 
 
 def _find_worlds(specs: Mapping[str, PartSpec]) -> list[str]:

@@ -8,12 +8,14 @@ from dataclasses import dataclass
 
 from scipy import stats
 
+from qkablate.analysis.claims.claim import Claim
 from qkablate.analysis.claims.judgement import Judgement, PartJudgement
+from qkablate.analysis.claims.parse import check_settings
 from qkablate.analysis.publication.archive import Archive
 from qkablate.analysis.publication.encoding import Fields
 from qkablate.analysis.publication.publish import document_group
 from qkablate.analysis.stats import ALPHA, Interval, Sample
-from qkablate.config import Config
+from qkablate.config import KEYS, Config, config_names, no_such_key
 from qkablate.errors import UserError
 from qkablate.sweeps.planning.manifest import Arm
 
@@ -83,11 +85,34 @@ def sample_runs(archive: Archive, count: int) -> list[str]:
 
 def check_trainable(arm: Arm) -> None:
     """Raise UserError for an arm that would run code of somebody else, or needs another run."""
-    config: Config = arm.config
-    if config.variant.file is not None or arm.facts.get("circuits_from_outside"):
+    if arm.facts.get("circuits_from_outside"):
         raise UserError(f"{arm.name} is of a variant file, which is not published with its runs")
+    check_config(arm.config, arm.name)
+
+
+def check_config(config: Config, name: str = "an arm of the claim") -> None:
+    """Raise UserError for the config of such an arm, before anything that it names is read."""
+    if config.variant.file is not None:
+        raise UserError(f"{name} is of a variant file, which is not published with its runs")
     if config.init_from.run is not None:
-        raise UserError(f"{arm.name} begins from another run, which is not published")
+        raise UserError(f"{name} begins from another run, which is not published")
+
+
+def check_claim(claim: Claim) -> None:
+    """Raise UserError for a published claim with keys that no claim of the user's own may set.
+
+    They would be followed where its runs are planned: its author may have written any.
+    """
+    baseline = claim.baseline if isinstance(claim.baseline, Mapping) else {}
+    tasks = {f"tasks.{name}": settings for name, settings in claim.tasks.items()}
+    for place, settings in {"grid": claim.grid, "baseline": baseline, **tasks}.items():
+        where = f"{claim.title}: {place}"
+        for key in settings:
+            if key not in KEYS and not config_names(key):
+                raise UserError(f"{where}: {no_such_key(key)}")
+            if key == "variant.file" or key.startswith("init_from."):
+                raise UserError(f"{where}: {key} names a file that is not published with the runs")
+        check_settings(where, settings)
 
 
 @dataclass(frozen=True)

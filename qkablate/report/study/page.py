@@ -13,7 +13,7 @@ from qkablate.analysis.publication.archive import CHECKSUMS
 from qkablate.disk import make_folder, read_file, replace_file
 from qkablate.report.section import Section, format_n
 from qkablate.report.study.claims import RESULTS, StudiedClaim, find_open_claims, read_claims
-from qkablate.report.study.pictures import ANSWERS, draw_pictures, render_picture
+from qkablate.report.study.pictures import ANSWERS, draw_pictures, read_hash, render_picture
 from qkablate.report.text.claims import format_audit, format_spec, make_claim_table
 from qkablate.report.text.setting import format_setting
 from qkablate.report.text.summary import summarize
@@ -55,7 +55,7 @@ def write_study(study: Path) -> list[Path]:
             files[name + end] = svg
     make_folder(study)
     for path in study.glob("*.svg"):
-        if path.name not in files:
+        if path.name not in files and read_hash(read_file(path)) is not None:
             path.unlink()
     for name, content in files.items():
         replace_file(study / name, content)

@@ -1,6 +1,7 @@
 """The page of the study: every figure comes from the published runs in the repository."""
 
 import re
+import shutil
 from pathlib import Path
 
 import pytest
@@ -80,7 +81,7 @@ def test_page_and_pictures_are_the_same_when_made_again(study, qkablate):
     before = {path.name: path.read_bytes() for path in study.iterdir() if path.is_file()}
     assert {"answers.svg", "answers-dark.svg", PAGE, SNIPPET} <= before.keys()
     assert any(name.endswith("-gap-curves-dark.svg") for name in before)
-    (study / "old-claim-parts.svg").write_text("of no claim any more")
+    shutil.copy(study / "answers.svg", study / "old-claim-parts.svg")  # of no claim any more
     assert qkablate("report", "--study", "study").code == 0
     assert {path.name: path.read_bytes() for path in study.iterdir() if path.is_file()} == before
 
@@ -120,3 +121,16 @@ def test_mistakes_are_one_line(qkablate, tmp_path):
     assert_refused(qkablate("report", "--study", "none"), "--study: 'none' is not a folder")
     (tmp_path / "study").mkdir()
     assert_refused(qkablate("report", "quick", "--study", "study"), "takes nothing beside it")
+
+
+def test_files_of_others_are_not_touched(study, qkablate, tmp_path):
+    own = study / "drawn-by-hand.svg"
+    own.write_text("<svg/>")
+    assert qkablate("report", "--study", "study").code == 0
+    assert own.read_text() == "<svg/>"
+    other = tmp_path / "docs"
+    other.mkdir()
+    (other / PAGE).write_text("mine")
+    assert_refused(qkablate("report", "--study", "docs"), "'docs' is not the folder of a study")
+    assert [path.name for path in other.iterdir()] == [PAGE]
+    assert (other / PAGE).read_text() == "mine"
