@@ -1,7 +1,8 @@
 """The gain of compiling a run on a GPU, against the time that compiling takes.
 
 Every run compiles in a process of its own, so that a short one is slower for it. The estimate uses
-the config alone: it is the same for the variants of a size, and on every GPU.
+the config alone: it is the same on every GPU and for the variants of a size, but not for arms whose
+size a control has changed. In a sweep each arm does as its baseline (`share_compile`).
 """
 
 from qkablate.config.schema import Config

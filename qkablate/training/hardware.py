@@ -158,9 +158,9 @@ def compile_loss(loss: Callable[..., Any], config: Config, *, graphs: bool = Fal
         return torch.compile(loss, dynamic=False)
     compiled = torch.compile(loss, dynamic=False, mode="reduce-overhead")
 
-    def replay(*args: Any) -> Any:
+    def replay(*args: Any, **kwargs: Any) -> Any:
         torch.compiler.cudagraph_mark_step_begin()  # tensors of the last step may be overwritten
-        return compiled(*args)
+        return compiled(*args, **kwargs).clone()  # evaluation keeps the losses of many batches
 
     return replay
 

@@ -35,6 +35,18 @@ def test_gpu_and_cpu_agree(qkablate, tiny, tmp_path):
     assert losses[0] == pytest.approx(losses[1], rel=1e-4)
 
 
+def test_losses_of_graphs_are_those_of_compiled_steps(qkablate, tiny, tmp_path, monkeypatch):
+    """Validation has several batches: the losses of earlier replays must outlive later ones."""
+    monkeypatch.setattr("qkablate.training.recorders.evaluation.eval_tokens", lambda config: 64)
+    losses = []
+    for compiled in ("true", "graphs"):
+        words = ["device=cuda", "precision=fp32", f"compile={compiled}", f"out={compiled}"]
+        assert qkablate("train", *tiny, *words).code == 0
+        (file,) = (tmp_path / compiled).glob("runs/*/result.json")
+        losses.append(json.loads(file.read_text())["loss"])
+    assert losses[0] == pytest.approx(losses[1], rel=1e-4)
+
+
 def test_deterministic_training_repeats_itself(qkablate, tiny, tmp_path):
     words = [*tiny, "device=cuda", "deterministic=true", "model.dropout=0.1"]
     results = []

@@ -160,14 +160,30 @@ def test_deterministic_runs_do_not_use_cudnn(gpu, monkeypatch):
 @pytest.mark.parametrize("compiled", [False, True, "graphs"])
 def test_loss_becomes_a_graph_only_where_asked(monkeypatch, compiled):
     calls = []
-    monkeypatch.setattr("torch.compile", lambda f, **how: calls.append(how) or (lambda x: x + 1))
+    monkeypatch.setattr("torch.compile", lambda f, **how: calls.append(how) or f)
     monkeypatch.setattr("torch.compiler.cudagraph_mark_step_begin", lambda: calls.append("step"))
     config = Config(compile=compiled)
     plain, graphed = (compile_loss(abs, config, graphs=g) for g in (False, True))
-    assert (plain(2), graphed(2)) == ((2, 2) if compiled is False else (3, 3))
+    minus_two = torch.tensor(-2)
+    assert (plain(minus_two), graphed(minus_two)) == (2, 2)
     static, graphs = {"dynamic": False}, {"dynamic": False, "mode": "reduce-overhead"}
     expected = {False: [], True: [static, static], "graphs": [static, graphs, "step"]}
     assert calls == expected[compiled]
+
+
+def test_losses_of_earlier_replays_are_kept(monkeypatch):
+    """A CUDA graph writes its output to the same memory whenever it is replayed."""
+    output = torch.zeros(())
+
+    def record(loss, **_):
+        return lambda *args, **options: output.copy_(loss(*args, **options))
+
+    monkeypatch.setattr("torch.compile", record)
+    monkeypatch.setattr("torch.compiler.cudagraph_mark_step_begin", lambda: output.fill_(torch.nan))
+    loss = compile_loss(torch.nn.functional.l1_loss, Config(compile="graphs"), graphs=True)
+    zero_N = torch.zeros(2)
+    losses = [loss(torch.full((2,), float(i)), zero_N, reduction="sum") for i in range(3)]
+    assert torch.stack(losses).tolist() == [0, 2, 4]
 
 
 def test_the_peak_is_measured_with_numbers_that_differ(monkeypatch):

@@ -133,6 +133,25 @@ def _with_vmap(arm: Arm, reason: str | None) -> Arm:
     return replace(arm, config=config, overrides=overrides, not_vmapped=reason or "")
 
 
+def share_compile(arms: Iterable[Arm]) -> list[Arm]:
+    """Return the arms; where compile is auto, each does as its baseline.
+
+    A control changes how large a step is, on which `auto` depends, and compiled steps round
+    differently.
+    """
+    arms = list(arms)
+    by_name = {arm.name: arm.config.compile for arm in arms}
+    return [_with_compile(arm, by_name.get(arm.baseline or arm.name)) for arm in arms]
+
+
+def _with_compile(arm: Arm, compiled: bool | str | None) -> Arm:
+    """Return an arm compiled like its baseline, if it has one and the user has not said how."""
+    if compiled in (None, arm.config.compile) or not _is_auto(arm, "compile"):
+        return arm
+    overrides = {**arm.overrides, "compile": str(compiled).lower()}
+    return replace(arm, config=replace(arm.config, compile=compiled), overrides=overrides)
+
+
 def share_length_settings(arms: Iterable[Arm]) -> list[Arm]:
     """Return the arms; those with wsd take the settings of the shortest on the same data.
 

@@ -18,6 +18,7 @@ from qkablate.runs.run import LABEL_KEYS
 from qkablate.sweeps.planning.arms import (
     ArmResolver,
     Overrides,
+    share_compile,
     share_length_settings,
     share_test_tokens,
     share_vmap,
@@ -112,9 +113,10 @@ class _Expansion:
             raise UserError(f"sweep.filter: excludes all arms, {excluded} of them")
         if settings.floor:
             self._add_floors()
+        shared = share_length_settings(share_test_tokens(self.arms.values()))
         arms = {
             arm.name: dataclasses.replace(arm, baseline=None) if arm.baseline == arm.name else arm
-            for arm in share_vmap(share_length_settings(share_test_tokens(self.arms.values())))
+            for arm in share_compile(share_vmap(shared))
         }
         if settings.tune:
             typed = self.grid.choices.get("optim.lr", [])

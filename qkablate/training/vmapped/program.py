@@ -14,9 +14,8 @@ from contextlib import contextmanager, redirect_stderr, redirect_stdout
 from dataclasses import dataclass, field
 from typing import TextIO
 
-from qkablate.errors import UserError
 from qkablate.models.base import Model
-from qkablate.runs.lease import LeaseLost, LeaseObserver
+from qkablate.runs.lease import LeaseObserver
 from qkablate.runs.prefix import NO_BRANCHING, Branching
 from qkablate.training import environment, hardware
 from qkablate.training import session as single
@@ -29,7 +28,7 @@ from qkablate.training.session import (
     find_result,
     train_session,
 )
-from qkablate.training.signals import Signals, Stopped
+from qkablate.training.signals import Signals
 from qkablate.training.vmapped.stack import RunStack, StackedStep
 
 
@@ -44,8 +43,8 @@ class Member:
     observer: LeaseObserver | None = None
     branching: Branching = NO_BRANCHING
     log: TextIO | None = None  # of its output; None: that of the process
-    # Why the run has no result: another process trains it, or it was stopped.
-    outcome: Outcome | UserError | LeaseLost | Stopped | None = None
+    # Or why the run has no result: another process trains it, it was stopped, its disk is full.
+    outcome: Outcome | Exception | None = None
 
     @contextmanager
     def output(self) -> Iterator[None]:
@@ -107,7 +106,10 @@ class _Session:
         return self.count > 1 and hardware.is_out_of_memory(error)
 
     def advance(self, error: Exception | None = None) -> bool:
-        """Go on to the next step, or raise an error within the session; false if it has ended."""
+        """Go on to the next step, or raise an error within the session; false if it has ended.
+
+        Whatever a session raises is the outcome of its run alone, unless memory has run out.
+        """
         member = self.member
         with member.output():
             try:
@@ -115,13 +117,11 @@ class _Session:
                 return True
             except StopIteration:
                 return False
-            except (UserError, LeaseLost, Stopped) as reason:
+            except Exception as reason:
+                if self._is_recoverable(reason):
+                    raise _OutOfMemory from None
                 member.outcome = reason
                 return False
-            except Exception as error:
-                if self._is_recoverable(error):
-                    raise _OutOfMemory from None
-                raise
 
     def close(self) -> None:
         """End the session where it is; it can resume from its last checkpoint."""

@@ -1,8 +1,13 @@
 """Settings that arms of several lengths share."""
 
+from dataclasses import replace
+
+import pytest
+
 from qkablate.compose.configs import make_config, open_hydra
 from qkablate.config import Config, flatten
 from qkablate.runs.prefix import LENGTH_KEYS
+from qkablate.sweeps.planning.arms import share_compile
 from qkablate.training.resolve import plan_run
 
 WSD = ("optim.schedule=wsd", "train.eval_every=auto", "model.context=64", "train.batch_size=16")
@@ -80,6 +85,36 @@ def test_arms_that_are_compared_are_vmapped_together_or_not_at_all(plan_grid):
         with open_hydra():
             config = make_config(dict(word.split("=", 1) for word in words))
         assert plan_run(config).run.id == run.id
+
+
+@pytest.mark.parametrize("given", [(), ("compile=auto",)])
+def test_arms_are_compiled_like_their_baseline(plan_grid, monkeypatch, given):
+    """On a GPU `auto` depends on the size of a step, which a control changes."""
+
+    def resolve(config):
+        pays = config.model.mlp_ratio == 4 and config.model.context == 16
+        return pays if config.compile == "auto" else config.compile
+
+    monkeypatch.setattr("qkablate.training.hardware._resolve_compile", resolve)
+    words = ["variant=standard,no_q", "control=params", "model.context=16,32", *given]
+    manifest = plan_grid(*words)
+    assert len({arm.config.model.mlp_ratio for arm in manifest.arms.values()}) > 1
+    for arm in manifest.arms.values():
+        assert arm.config.compile is (arm.config.model.context == 16)
+    for run in manifest.runs:
+        words = manifest.arms[run.arm].overrides_of(run)
+        with open_hydra():
+            config = make_config(dict(word.split("=", 1) for word in words))
+        assert plan_run(config).run.id == run.id
+
+
+def test_given_compile_is_kept(plan_grid):
+    *others, arm = plan_grid("variant=standard,no_q").arms.values()
+    assert arm.baseline is not None
+    compiled = replace(arm, config=replace(arm.config, compile=True))
+    given = replace(compiled, overrides={**arm.overrides, "compile": "true"})
+    assert share_compile([*others, given])[-1] == given
+    assert share_compile([*others, compiled])[-1].config.compile is False
 
 
 def test_auto_is_resolved_for_each_size(plan_grid):

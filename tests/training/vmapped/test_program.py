@@ -1,5 +1,6 @@
 """Programs of several runs: each is a run of its own, whatever happens to the others."""
 
+import errno
 import json
 import shutil
 from dataclasses import replace
@@ -9,6 +10,7 @@ import torch
 
 from qkablate.errors import UserError
 from qkablate.runs.lease import AlreadyRunning
+from qkablate.training import environment, result
 from qkablate.training.session import train_run
 from qkablate.training.signals import Stopped
 from qkablate.training.vmapped import program
@@ -226,3 +228,27 @@ def test_user_error_of_one_run_is_its_own(tmp_path):
     plans[0].run.folder.mkdir(parents=True)
     (plans[0].run.folder / "link").symlink_to(tmp_path)
     assert train(plans) == [UserError, "done"]
+
+
+@pytest.mark.parametrize("name", ["write_environment", "publish"])
+def test_unexpected_error_of_one_run_is_its_own(tmp_path, undisturbed, monkeypatch, name):
+    """Its disk may be full where a run records neither a result nor a failure."""
+    plans = make_plans(tmp_path, 3)
+    owner, name = (environment, "write") if name == "write_environment" else (result, name)
+    original = getattr(owner, name)
+
+    def fill_disk(place, *args):
+        if place in (plans[1].run, plans[1]):
+            raise OSError(errno.ENOSPC, "No space left on device")
+        return original(place, *args)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(owner, name, fill_disk)
+        assert train(plans) == ["done", OSError, "done"]
+        with pytest.raises(OSError, match="No space left"):
+            train_alone(Member(plans[1]))
+    assert plans[1].run.result is None
+    assert_identical(plans[0].run.folder, undisturbed[0])
+    assert_identical(plans[2].run.folder, undisturbed[2])
+    assert train(plans) == ["done"] * 3
+    assert_identical(plans[1].run.folder, undisturbed[1])
