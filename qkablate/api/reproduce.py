@@ -59,7 +59,8 @@ def check_runs(
             own = _as_published(arm, run["result"].get("threads"), data_cache)
             name, result = _train_alone(own, run, out, id)
             torch, cpu = package_versions()["torch"], read_cpu_name()
-            found.append(compare_run(archive, id, name, result, torch, cpu))
+            device = own.config.device.partition(":")[0]
+            found.append(compare_run(archive, id, name, result, torch, cpu, device))
     return found
 
 

@@ -78,10 +78,12 @@ def add_runs(archive: Archive, manifest: Manifest) -> None:
         arm = manifest.arms[run["arm"]]
         planned = arm.run(run["changes"], tuning=run["tuning"])
         target = Run(manifest.out, planned.label, planned.id)
-        if (target.result or {}).get("status") in ("done", "diverged"):
+        if _has_ended(target):
             continue
         try:
             with target.hold_lease(), tempfile.TemporaryDirectory() as temporary:
+                if _has_ended(target):  # meanwhile
+                    continue
                 target.restart()  # what was begun here is kept in attempts/
                 folder = Path(temporary)
                 with refuse_malformed(archive.name):
@@ -91,6 +93,10 @@ def add_runs(archive: Archive, manifest: Manifest) -> None:
                     write_atomic(target.folder / name, read_file(folder / name))
         except AlreadyRunning:
             continue  # it is trained now
+
+
+def _has_ended(run: Run) -> bool:
+    return (run.result or {}).get("status") in ("done", "diverged")
 
 
 def _is_planned(manifest: Manifest, id: str, run: Fields) -> bool:
