@@ -128,7 +128,7 @@ def prepared(workspace, tiny, monkeypatch, tmp_path) -> Callable[[list[str]], No
             monkeypatch.chdir(folder)
             if not (folder / "docs").exists():
                 (folder / "docs").mkdir()
-                for publish in (["publish", "mine"], ["report", "--study", "docs"]):
+                for publish in (["publish", "mine"], ["report", "--study", "docs/study"]):
                     with pytest.raises(SystemExit) as exit_:
                         main(publish)
                     assert exit_.value.code == 0
