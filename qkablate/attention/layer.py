@@ -13,7 +13,7 @@ from qkablate.attention.kernels.dispatch import attend, causal_mask
 from qkablate.attention.modifiers import NORMS, Alibi, QKNorm, Rope, UnitKeys, check_rope
 from qkablate.attention.ov import OV
 from qkablate.attention.qk import QK
-from qkablate.attention.spec import Spec, UnsupportedCombination
+from qkablate.attention.spec import Spec, UnsupportedCombination, UnsupportedKernel
 
 MATCHES = ("none", "spread", "exact")
 # With a cache there are few queries against many keys, which "blocked" is not made for.
@@ -121,7 +121,7 @@ class Attention(nn.Module):
             context=spec.context or 0,
         )
         if reason := choice.unsupported_reason(kernel, shapes):
-            raise UnsupportedCombination(f"attention.kernel={kernel}: {reason}")
+            raise UnsupportedKernel(f"attention.kernel: {reason}")
         if kernel in ("auto", "portable"):
             kernel = choice.choose_kernel(shapes, portable=kernel == "portable")
         self.kernel = kernel

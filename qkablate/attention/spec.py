@@ -84,6 +84,10 @@ class UnsupportedCombination(ValueError):
     """Raised where options cannot be combined or a form cannot hold a given circuit."""
 
 
+class UnsupportedKernel(UnsupportedCombination):
+    """Raised where an attention kernel cannot compute a layer."""
+
+
 class Circuit(nn.Module):
     """Base of the QK and the OV circuits."""
 

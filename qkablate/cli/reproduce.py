@@ -101,10 +101,16 @@ def main(argv: list[str]) -> int:
         raise UserError(f"'{folder}' has no runs of '{sanitize(names[0])}'; it has {known}")
     codes = []
     for registration, archive in claims:
-        if count is not None:
-            codes.append(_check(registration, archive, count, words))
-        else:
-            codes.append(_reproduce(registration, str(root), args, words))
+        try:
+            if count is not None:
+                codes.append(_check(registration, archive, count, words))
+            else:
+                codes.append(_reproduce(registration, str(root), args, words))
+        except UserError as mistake:
+            if len(claims) == 1:
+                raise
+            print_stderr(f"qkablate: {mistake}")  # the others go on
+            codes.append(2)
     return max(codes)
 
 

@@ -19,7 +19,7 @@ import torch
 
 from qkablate.attention import OV, OV_CIRCUITS, QK, QK_CIRCUITS, Attention, Spec
 from qkablate.attention.kernels.choice import KernelOptions
-from qkablate.attention.spec import UnsupportedCombination
+from qkablate.attention.spec import UnsupportedCombination, UnsupportedKernel
 from qkablate.config import Config, ModelConfig, VariantConfig, resolve_variant
 from qkablate.config.variant import describe_unused, stream_width, variant_sites
 from qkablate.errors import ImpossibleConfig, UserError, not_one_of
@@ -155,6 +155,8 @@ def make_attention(
         if from_file is not None:
             _check_shapes(from_file, layer)
         return layer
+    except UnsupportedKernel as reason:
+        raise ImpossibleConfig(f"{reason}") from None
     except UnsupportedCombination as reason:
         raise ImpossibleConfig(f"variant: {variant.name} is not supported: {reason}") from None
     except Exception as error:

@@ -14,6 +14,8 @@ from contextlib import contextmanager, redirect_stderr, redirect_stdout
 from dataclasses import dataclass, field
 from typing import TextIO
 
+import torch
+
 from qkablate.models.base import Model
 from qkablate.runs.lease import LeaseObserver
 from qkablate.runs.prefix import NO_BRANCHING, Branching
@@ -103,7 +105,8 @@ class _Session:
         return self.step
 
     def _is_recoverable(self, error: Exception) -> bool:
-        return self.count > 1 and hardware.is_out_of_memory(error)
+        plan, is_several = self.member.plan, self.count > 1
+        return is_several and _needs_less_when_halved(plan) and hardware.is_out_of_memory(error)
 
     def advance(self, error: Exception | None = None) -> bool:
         """Go on to the next step, or raise an error within the session; false if it has ended.
@@ -190,6 +193,20 @@ def _train_or_halve(members: Sequence[Member], signals: Signals) -> None:
             _train_or_halve(part, signals)
 
 
+def _needs_less_when_halved(plan: RunPlan) -> bool:
+    """Return whether a program of fewer runs has fewer rows: not on a GPU, see RunStack."""
+    return plan.config.device == "cpu"
+
+
+def _too_many(plan: RunPlan, error: Exception) -> Exception:
+    """Return the error of a program that is too large for its GPU."""
+    device, count = plan.config.device, plan.config.train.vmap
+    return torch.OutOfMemoryError(
+        f"train.vmap: {count} runs at once need more memory than {device} has; give a smaller"
+        f" number ({error})"
+    )
+
+
 def _train(members: Sequence[Member], signals: Signals) -> None:
     """Train the runs; raise _OutOfMemory with all sessions closed."""
     waiting = sessions = [_Session(member, signals, len(members)) for member in members]
@@ -207,8 +224,12 @@ def _train(members: Sequence[Member], signals: Signals) -> None:
                 stack([session.number for session in waiting])
             except Exception as error:
                 stack = None
-                if len(members) > 1 and hardware.is_out_of_memory(error):
-                    raise _OutOfMemory from None
+                if hardware.is_out_of_memory(error):
+                    plan = members[0].plan
+                    if not _needs_less_when_halved(plan):
+                        error = _too_many(plan, error)
+                    elif len(members) > 1:
+                        raise _OutOfMemory from None
                 for session in waiting:  # each records it as its own
                     session.advance(error)
                 return

@@ -2,6 +2,8 @@
 
 from dataclasses import replace
 
+import torch
+
 from qkablate.config import Config
 from qkablate.models.base import Model
 from qkablate.training import hardware
@@ -51,8 +53,15 @@ def _choose_count(config: Config, params: int) -> int:
     kind = config.device.partition(":")[0]
     if tokens * config.model.d_model > PAYS.get(kind, 0):
         return 1
-    free = hardware.free_memory() if kind == "cpu" else float("inf")
+    free = hardware.free_memory() if kind == "cpu" else _gpu_memory(config.device)
     return int(max(2, min(MANY, _USABLE * free / bytes_per_run(config, params))))
+
+
+def _gpu_memory(device: str) -> float:
+    """Return the memory of the GPU, used or not: the same wherever there is one of its kind."""
+    if not (device.startswith("cuda") and torch.cuda.is_available()):
+        return float("inf")
+    return float(torch.cuda.get_device_properties(device).total_memory)
 
 
 def bytes_per_run(config: Config, params: int) -> float:

@@ -90,7 +90,7 @@ def fail(error, state):
 
 
 @pytest.mark.parametrize("error", [OSError("disk full"), LeaseLost("taken over")], ids=str)
-def test_what_a_thread_failed_with_is_raised(error):
+def test_error_of_the_thread_is_raised(error):
     writer = CheckpointWriter("cuda", partial(fail, error))
     writer.save(state_of(1))
     with pytest.raises(type(error), match=str(error)):

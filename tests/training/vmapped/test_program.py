@@ -141,6 +141,24 @@ def test_out_of_memory_halves_the_program_and_fails_no_run(
     assert "memory ran out" in capsys.readouterr().err
 
 
+def test_program_that_does_not_fit_on_a_gpu_says_what_to_change(tmp_path, monkeypatch, capsys):
+    """There half of its runs would have as many rows."""
+    from qkablate.training.vmapped import program
+
+    def starve(*args):
+        raise torch.OutOfMemoryError("injected")
+
+    monkeypatch.setattr(RunStack, "_losses", starve)
+    monkeypatch.setattr(program, "_needs_less_when_halved", lambda plan: False)
+    plans = make_plans(tmp_path, 3)
+    assert train(plans) == ["failed"] * 3
+    for plan in plans:
+        error = plan.run.result["error"]
+        assert "runs at once need more memory than cpu has; give a smaller number" in error
+        assert plan.run.result["out_of_memory"]
+    assert "memory ran out" not in capsys.readouterr().err
+
+
 def test_one_run_that_does_not_fit_alone_fails_as_one_of_no_program(tmp_path, monkeypatch):
     def starve(*args):
         raise torch.OutOfMemoryError("injected")
