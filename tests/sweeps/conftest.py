@@ -137,7 +137,13 @@ class RayNodes:
             words = ("--head", f"--port={port}", folder, "--include-dashboard=false", *words)
         node = subprocess.Popen(
             [*before, sys.executable, "-c", _RAY, "start", *_NODE, *words],
-            env={**os.environ, **self.token, "HOME": f"{self.folder}/home", **environment},
+            env={
+                **os.environ,
+                **self.token,
+                "HOME": f"{self.folder}/home",
+                "RAY_worker_niceness": "0",  # 15 by default: beside other tests nothing would move
+                **environment,
+            },
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
             text=True,

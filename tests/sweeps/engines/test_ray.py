@@ -46,7 +46,7 @@ def test_private_cluster_gives_the_local_results(spawn, qkablate, grid, tiny, tm
     wait_for_runs(launcher, tmp_path)
     places = {socket.inet_ntoa(place) for place in listening(home)}
     assert places == {"127.0.0.1"}
-    _, err = launcher.communicate(timeout=120)
+    _, err = launcher.communicate(timeout=300)
     assert launcher.returncode == 0, err
     assert "Traceback" not in err
     assert processes_of(home) == before
@@ -62,7 +62,7 @@ def test_run_with_killed_worker_is_resumed_elsewhere(spawn, qkablate, grid, ray,
     wait_for_runs(launcher, tmp_path)
     (run, *_) = running(tmp_path)
     os.kill(parent(parent(run)), signal.SIGKILL)
-    _, err = launcher.communicate(timeout=120)
+    _, err = launcher.communicate(timeout=300)
     assert launcher.returncode == 0, err
     assert "again, elsewhere" in err
     assert_all_same(tmp_path / "calm", tmp_path / "outputs")
@@ -77,7 +77,7 @@ def test_killed_driver_leaves_checkpoints(spawn, qkablate, grid, ray, tmp_path):
     wait_for_runs(launcher, tmp_path)
     folders = list(tmp_path.glob("outputs/runs/*"))
     os.kill(driver(launcher.pid), signal.SIGKILL)
-    _, err = launcher.communicate(timeout=60)
+    _, err = launcher.communicate(timeout=300)
     assert launcher.returncode == 1
     assert err.splitlines()[-1].startswith("qkablate: the Ray cluster")
     assert "Traceback" not in err
@@ -97,7 +97,7 @@ def test_lost_cluster_is_reported_in_one_line(
     launcher = spawn(*words)
     wait_for_runs(launcher, tmp_path)
     other_ray.stop()
-    _, err = launcher.communicate(timeout=120)
+    _, err = launcher.communicate(timeout=300)
     assert launcher.returncode == 1
     assert err.splitlines()[-1].startswith("qkablate: the Ray cluster")
     assert "Traceback" not in err
@@ -127,7 +127,7 @@ def test_runs_share_a_gpu(grid, ray, tmp_path):
     assert len(runs) == 2
     assert {environment(run)["CUDA_VISIBLE_DEVICES"] for run in runs} == {"0"}
     launcher.send_signal(signal.SIGTERM)
-    _, err = launcher.communicate(timeout=60)
+    _, err = launcher.communicate(timeout=300)
     assert launcher.returncode == 143
     assert "room for 2 at once" in err
 

@@ -180,7 +180,7 @@ def test_sweep_run_equals_the_run_of_train(qkablate, tiny, tmp_path):
 def test_two_launchers_share_the_work(spawn, grid, tmp_path, qkablate):
     words = [*grid, "variant=standard,no_q", "seed=0,1"]
     launchers = [spawn(*words) for _ in range(2)]
-    ends = [launcher.communicate(timeout=240) for launcher in launchers]
+    ends = [launcher.communicate(timeout=600) for launcher in launchers]
     assert [launcher.returncode for launcher in launchers] == [0, 0], ends
     assert len(results(tmp_path)) == 4
     # Each run was trained once: its metrics have one row for every logged step.
@@ -277,7 +277,7 @@ def test_sigterm_to_all_children_lets_runs_finish(spawn, local_grid, tmp_path):
     assert children
     for pid in children:
         os.kill(int(pid), signal.SIGTERM)
-    _, err = launcher.communicate(timeout=240)
+    _, err = launcher.communicate(timeout=600)
     assert launcher.returncode == 0, err
     (output,) = tmp_path.glob("outputs/runs/*/output.log")
     assert "its process ended" not in output.read_text()
