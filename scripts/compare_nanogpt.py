@@ -36,7 +36,7 @@ from qkablate.randomness import named_generator
 from qkablate.runs.run import describe_environment
 from qkablate.training import hardware
 from qkablate.training.loop import Trainer
-from qkablate.training.optimizer import learning_rate
+from qkablate.training.optim import learning_rate
 from qkablate.training.resolve import RunPlan, plan_run
 
 WARMUP = 5  # steps before the clock starts

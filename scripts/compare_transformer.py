@@ -32,7 +32,7 @@ from qkablate.data.batches import IGNORE, PAD
 from qkablate.errors import UserError, not_one_of
 from qkablate.training import hardware
 from qkablate.training.feed import Feed, batch_reader
-from qkablate.training.optimizer import learning_rate
+from qkablate.training.optim import learning_rate
 from qkablate.training.resolve import RunPlan, plan_run
 
 EXAMPLE = """examples

@@ -2,8 +2,10 @@
 
 import math
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
+from types import MappingProxyType
 from typing import ClassVar, Protocol
 
 import torch
@@ -88,6 +90,23 @@ class UnsupportedKernel(UnsupportedCombination):
     """Raised where an attention kernel cannot compute a layer."""
 
 
+TensorMap = Callable[[Tensor], Tensor]
+
+
+def _same(x_NRC: Tensor) -> Tensor:
+    return x_NRC
+
+
+def _split(x_RC: Tensor, dim: int, count: int) -> Tensor:
+    """Cut a matrix along a dimension into NRC."""
+    return torch.stack(x_RC.chunk(count, dim))
+
+
+def _join(x_NRC: Tensor, dim: int) -> Tensor:
+    """Set matrices side by side along a dimension."""
+    return torch.cat(x_NRC.unbind(), dim)
+
+
 class Circuit(nn.Module):
     """Base of the QK and the OV circuits."""
 
@@ -108,6 +127,12 @@ class Circuit(nn.Module):
     bias_lr_multiplier = 1.0
     no_circuit_reason = ""  # why the circuit is not a d × d matrix; empty if it is one
     one_width_reason: ClassVar[str] = ""  # why queries and keys need streams of one width
+    # The matrices with those of the heads side by side, along this dimension, and the parameters of
+    # two or three dimensions that multiply no vectors.
+    head_dims: ClassVar[Mapping[str, int]] = MappingProxyType(
+        {"w_q": 1, "w_k": 1, "w_qk": 1, "w_v": 1, "w_o": 0, "w_ov": 0}
+    )
+    tables: ClassVar[tuple[str, ...]] = ()
     has_head_slices = False  # head h is tied to slice h of the stream, so heads cannot be permuted
 
     def __init__(self, spec: Spec) -> None:
@@ -128,6 +153,26 @@ class Circuit(nn.Module):
 
     def adjust_init_(self) -> None:
         """Change the drawn values; for subclasses whose initialization differs."""
+
+    def head_count(self, name: str) -> int:
+        """Return how many heads a matrix of `head_dims` serves."""
+        return self.spec.heads
+
+    def matrices(self) -> Iterator[tuple[str, TensorMap, TensorMap]]:
+        """Yield the name of each parameter that consists of matrices, and two linear maps.
+
+        They are from its values to its matrices, as NRC, one for each head that has its own, and
+        back.
+        """
+        for name, parameter in self.named_parameters():
+            if parameter.dim() < 2 or name in self.tables:
+                continue
+            if parameter.dim() == 3:
+                yield name, _same, _same
+                continue
+            dim, count = self.head_dims.get(name, 0), self.head_count(name)
+            count = count if name in self.head_dims and not parameter.shape[dim] % count else 1
+            yield name, partial(_split, dim=dim, count=count), partial(_join, dim=dim)
 
     @property
     def decay(self) -> float:

@@ -203,7 +203,13 @@ class TrainConfig:
 
 @dataclass
 class OptimConfig:
-    """AdamW and its schedule."""
+    """The optimizer and its schedule."""
+
+    name: str = training_key(
+        "adamw",
+        "adamw; muon: the matrices of the blocks by Muon, the rest by AdamW",
+        choices=("adamw", "muon"),
+    )
 
     lr: float = key(
         1e-3,
@@ -225,6 +231,7 @@ class OptimConfig:
     lr_final: float = training_key(0.1, "final learning rate / peak", bounds=(0, 1))
     weight_decay: float = training_key(0.1, "weight decay, on matrices only", bounds=(0, 1000))
     betas: list[float] = training_key([0.9, 0.95], "AdamW's β₁ and β₂", bounds=(0, 1))
+    momentum: float = training_key(0.95, "Muon's momentum", bounds=(0, 1))
     clip: float = training_key(1.0, "largest gradient norm; 0: no clipping", bounds=(0, 1000))
 
 

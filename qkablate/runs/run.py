@@ -77,6 +77,8 @@ _EARLIER = {
     "model.source": None,
     "model.mlp": "gelu",
     "model.norm_kind": "layer",
+    "optim.name": "adamw",
+    "optim.momentum": 0.95,
     "variant.sites": "all",
 }
 

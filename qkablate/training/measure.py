@@ -18,7 +18,7 @@ from qkablate.diagnostics.panel import LENGTH, TOKENS, DiagnosticPanel
 from qkablate.errors import UserError
 from qkablate.models.base import Model
 from qkablate.training import hardware
-from qkablate.training.optimizer import make_optimizer
+from qkablate.training.optim import make_optimizer
 from qkablate.training.recorders.evaluation import EVAL_LOGITS, eval_tokens
 from qkablate.training.resolve import build_empty_model
 

@@ -24,6 +24,7 @@ from qkablate.runs import predictions
 from qkablate.runs.run import Run, free_bytes, identity, label, run_id
 from qkablate.tracking.wandb.mode import resolve_mode
 from qkablate.training import checkpoint, hardware
+from qkablate.training.optim import check_optimizer
 from qkablate.training.vmapped.support import find_obstacle, resolve_vmap
 from qkablate.training.warm_start.start import check_parent, resolve_parent
 
@@ -87,6 +88,7 @@ def plan_run(
         data = open_data(config.data, config.model)
     data.check_context(config.model.context)
     model = build_empty_model(config, data.vocabulary)
+    check_optimizer(model, config)
     if parent is not None:
         check_parent(parent, config, model, data.fingerprint)
     attention = model.variant_layer().module

@@ -14,7 +14,7 @@ from qkablate.training import hardware
 from qkablate.training.checkpoint import Checkpoint, TrainProgress
 from qkablate.training.distributed.ranks import Ranks
 from qkablate.training.feed import Feed, batch_reader
-from qkablate.training.optimizer import learning_rate, make_optimizer
+from qkablate.training.optim import learning_rate, make_optimizer
 from qkablate.training.resolve import RunPlan
 
 # Makes the step of a run with this model, from a checkpoint.

@@ -11,7 +11,7 @@ from qkablate.attention import OV_CIRCUITS, QK_CIRCUITS, Attention, Spec, Unsupp
 from qkablate.config import Config, ModelConfig, VariantConfig, resolve_variant
 from qkablate.models.build import build_model
 from qkablate.models.gpt import GPT
-from qkablate.training.optimizer import make_optimizer
+from qkablate.training.optim import make_optimizer
 
 D, HEADS, K, SIGMA, RESIDUAL, T = 128, 4, 32, 0.02, 0.35, 96
 STANDARD = SIGMA**2 * D  # the spread of its scores

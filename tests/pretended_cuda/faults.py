@@ -10,7 +10,8 @@ from torch import Tensor
 from qkablate.attention import layer, modifiers
 from qkablate.attention.kernels import dispatch
 from qkablate.models import gpt
-from qkablate.training import feed, hardware, loop, optimizer, step
+from qkablate.training import feed, hardware, loop, optim, step
+from qkablate.training.optim.adamw import AdamW
 from qkablate.training.recorders import evaluation
 
 Fault = Callable[[], AbstractContextManager[None]]
@@ -194,5 +195,5 @@ def _unfused(*args: Any, **options: Any) -> Any:
     return _real_optimizer(*args, **options | {"fused": False})
 
 
-_real_optimizer = optimizer.AdamW
-FAULTS["the optimizer is not fused"] = lambda: replaced(optimizer, "AdamW", _unfused)
+_real_optimizer = AdamW
+FAULTS["the optimizer is not fused"] = lambda: replaced(optim, "AdamW", _unfused)

@@ -99,6 +99,7 @@ def _absurd_settings(rng: random.Random, out: Path, words: list[str]) -> tuple[s
             ["optim.lr=1000", "optim.clip=0", "precision=bf16", "model.norm=none"],
             ["optim.lr=1000", "optim.weight_decay=1000", "optim.clip=0"],
             ["optim.lr=1000", "optim.betas=[0.0,0.0]", "optim.clip=0"],
+            ["optim=muon", "optim.lr=1000", "optim.clip=0", "model.norm=none"],
         ]
     )
     result = run_command("train", *words, *overrides, f"seed={rng.randrange(10**6)}", f"out={out}")

@@ -18,7 +18,7 @@ from qkablate.config import (
 from qkablate.data.batches import RandomWindows
 from qkablate.training import hardware
 from qkablate.training.hardware import has_fast_bf16, resolve
-from qkablate.training.optimizer import learning_rate
+from qkablate.training.optim import learning_rate
 from tests.training.helpers import GOLDEN, golden_losses
 
 

@@ -111,6 +111,9 @@ class GroupedOV(SeparateOV):
         self.lr_multiplier = (w_o + w_v) / (w_o + w_v * root)
         self.bias_lr_multiplier = (1 + gain) / (1 + gain * root)
 
+    def head_count(self, name: str) -> int:
+        return self.value_heads if name == "w_v" else self.spec.heads
+
 
 class TiedOV(OV):
     """V = K: the keys before norm and rotation are the values, M_h = W_k,h W_o,h.

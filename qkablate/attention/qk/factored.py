@@ -1,6 +1,7 @@
 """B_h as a product of free factors. Shape suffixes as in base.py, and R for a rank."""
 
 import math
+from collections.abc import Mapping
 from dataclasses import replace
 from typing import ClassVar
 
@@ -166,6 +167,9 @@ class GroupedQK(SeparateQK):
         speed = spec.key_speed
         self.lr_multiplier = (1 + speed) / (1 + speed * math.sqrt(self.key_heads / spec.heads))
 
+    def head_count(self, name: str) -> int:
+        return self.key_heads if name == "w_k" else self.spec.heads
+
 
 class FourMatrixQK(SeparateQK):
     """Two factors on each side: q = x A_q W_q and k = y A_k W_k, with A as wide as its stream.
@@ -229,6 +233,8 @@ class CollaborativeQK(QK):
     removes = "W_q, W_k per head"
     source = "Cordonnier et al. 2020"
     uses: ClassVar[tuple[str, ...]] = ("rank",)
+    head_dims: ClassVar[Mapping[str, int]] = {}
+    tables = ("mix",)
 
     def __init__(self, spec: Spec) -> None:
         super().__init__(spec)

@@ -1,6 +1,7 @@
 """One full matrix per head in place of W_q W_kᵀ. Shape suffixes as in base.py."""
 
 import math
+from collections.abc import Iterator
 from functools import partial
 
 import torch
@@ -8,7 +9,7 @@ from torch import Tensor, nn
 
 from qkablate.attention.qk.base import QK
 from qkablate.attention.qk.factored import SeparateQK
-from qkablate.attention.spec import Draw, Spec, UnsupportedCombination
+from qkablate.attention.spec import Draw, Spec, TensorMap, UnsupportedCombination
 from qkablate.attention.tensors import by_head, concat_heads, empty_bias, empty_matrix, map_to_heads
 
 
@@ -115,21 +116,31 @@ class SymmetricQK(_FullMatrixQK):
         self.lr_multiplier = math.sqrt(2) * 2 * spec.d_head * spec.sigma / math.sqrt(d)
 
     def queries(self, x_BTD: Tensor) -> Tensor:
-        return map_to_heads(x_BTD, concat_heads(self._full()), self.u, self.spec.heads)
+        return map_to_heads(x_BTD, concat_heads(self._full(self.triangle)), self.u, self.spec.heads)
 
-    def _full(self) -> Tensor:
+    def _full(self, triangle_HE: Tensor) -> Tensor:
         """Return W_HDD from its triangle."""
         heads, d = self.spec.heads, self.spec.d_model
-        row, column = torch.triu_indices(d, d, device=self.triangle.device)
+        row, column = torch.triu_indices(d, d, device=triangle_HE.device)
         indices = (torch.arange(heads, device=row.device).unsqueeze(1), row, column)
-        upper_HDD = self.triangle.new_zeros(heads, d, d).index_put(indices, self.triangle)
+        upper_HDD = triangle_HE.new_zeros(heads, d, d).index_put(indices, triangle_HE)
         return upper_HDD + upper_HDD.triu(1).mT
+
+    def matrices(self) -> Iterator[tuple[str, TensorMap, TensorMap]]:
+        """Yield the triangle, whose gradient off the diagonal is that of two entries."""
+        yield "triangle", self._halved, self._triangle_of
+
+    def _halved(self, triangle_HE: Tensor) -> Tensor:
+        full_HDD = self._full(triangle_HE)
+        return (full_HDD + full_HDD.diagonal(dim1=1, dim2=2).diag_embed()) / 2
+
+    def _triangle_of(self, full_HDD: Tensor) -> Tensor:
+        row, column = torch.triu_indices(*full_HDD.shape[1:], device=full_HDD.device)
+        return full_HDD[:, row, column]
 
     def set_circuit_(self, b_HDD: Tensor, u_HD: Tensor | None = None) -> None:
         """Set the symmetric part."""
-        d = self.spec.d_model
-        row, column = torch.triu_indices(d, d, device=b_HDD.device)
-        self.triangle.copy_(((b_HDD + b_HDD.mT) / 2)[:, row, column])
+        self.triangle.copy_(self._triangle_of((b_HDD + b_HDD.mT) / 2))
         self._set_bias_(u_HD)
 
     def flops_per_token(self) -> int:

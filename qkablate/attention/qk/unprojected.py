@@ -186,6 +186,7 @@ class StaticScores(Uniform):
     naive_match = "none"
     can_start_symmetric = False
     equation = "score(i, j) = a learned table"
+    tables = ("table",)
     params = "h T S"
     removes = "W_q, W_k, content"
     source = "Tay et al. 2020"

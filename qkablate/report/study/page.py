@@ -153,14 +153,16 @@ def _format_limits(section: Section) -> str:
     params = max((arm.total_params for arm in arms), default=0)
     tokens = max((arm.tokens for arm in arms), default=0)
     schedules = format_list(sorted({arm.config.optim.schedule for arm in arms}))
+    names = {"adamw": "AdamW", "muon": "Muon"}
+    optimizers = format_list(sorted({names[arm.config.optim.name] for arm in arms}))
     data = format_list(sorted({arm.config.data.source for arm in arms}))
     precision = format_list(sorted({arm.config.precision for arm in arms}))
     counts = format_n([len(entry.losses) for entry in section.study.entries] or [0])
     return (
         f"Nothing about models of more than {params:,} parameters, or trained on more than"
-        f" {tokens:,} tokens; about data other than {data}; about optimizers other than AdamW with"
-        f" a schedule of {schedules}, or precisions other than {precision}. With {counts}"
-        f" {_SEEDS_OF_TRAINING}."
+        f" {tokens:,} tokens; about data other than {data}; about optimizers other than"
+        f" {optimizers} with a schedule of {schedules}, or precisions other than {precision}. With"
+        f" {counts} {_SEEDS_OF_TRAINING}."
     )
 
 

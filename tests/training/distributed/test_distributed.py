@@ -248,7 +248,7 @@ def test_translator_on_two_processes_equals_one(qkablate, torchrun, tmp_path, da
 
 @pytest.mark.slow
 def test_sharded_translator_resumes_bit_identically(qkablate, torchrun, tmp_path):
-    words = (*TRANSLATOR, *COMMANDS, *SHARED)
+    words = (*TRANSLATOR, *COMMANDS, *SHARED, "optim=muon")
     sharded = ("train.fsdp=true", "train.checkpoint_activations=true")
     assert qkablate("train", *words, "out=alone").code == 0
     process = torchrun(*words, *sharded, "out=calm")

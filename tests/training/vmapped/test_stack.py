@@ -8,7 +8,7 @@ import torch
 from qkablate.config import DataConfig, variants
 from qkablate.training.checkpoint import TrainProgress
 from qkablate.training.distributed.ranks import SINGLE_PROCESS
-from qkablate.training.optimizer import learning_rate, make_optimizer
+from qkablate.training.optim import learning_rate, make_optimizer
 from qkablate.training.step import TrainStep
 from qkablate.training.vmapped.stack import RunStack, StackedStep
 from tests.training.vmapped.helpers import make_plans
@@ -101,6 +101,7 @@ def test_losses_of_other_forms_after_200_steps_are_those_of_single_runs(tmp_path
         {"optim": {"clip": 0.05, "schedule": "constant", "weight_decay": 1.0}},
         {"model": {"position": "rope", "bias": True, "tied": False, "embedding_width": 8}},
         {"model": {"position": "alibi", "norm": "none"}},
+        {"optim": {"name": "muon"}},
     ],
 )
 def test_every_setting_is_that_of_single_runs(tmp_path, settings):

@@ -1,28 +1,16 @@
-"""AdamW with parameter groups, and the learning-rate schedule."""
+"""The optimizer of a run, its parameter groups, and the learning-rate schedule."""
 
-import inspect
 import math
 from collections import defaultdict
+from typing import Any
 
-import torch
 from torch import nn
 
 from qkablate.config import Config, OptimConfig
 from qkablate.config.schedule import cooldown_begin
+from qkablate.errors import ImpossibleConfig
 from qkablate.models.base import Model
-
-
-class AdamW(torch.optim.AdamW):
-    """torch's AdamW without the wrappers that keep torch.compile out of its methods.
-
-    They import the compiler, which takes a second, and no optimizer is compiled here.
-    """
-
-    add_param_group = inspect.unwrap(torch.optim.AdamW.add_param_group)
-    state_dict = inspect.unwrap(torch.optim.AdamW.state_dict)
-    load_state_dict = inspect.unwrap(torch.optim.AdamW.load_state_dict)
-    zero_grad = inspect.unwrap(torch.optim.AdamW.zero_grad)
-    step = torch.no_grad()(inspect.unwrap(torch.optim.AdamW.step))
+from qkablate.training.optim.adamw import AdamW
 
 
 def make_optimizer(model: Model, config: Config) -> AdamW:
@@ -36,23 +24,40 @@ def make_optimizer(model: Model, config: Config) -> AdamW:
     for layer in model.attention_layers():
         for parameter, rate, decay in layer.module.rates(power):
             multipliers[parameter] = rate, decay / rate
-    groups: defaultdict[tuple[float, float], list[nn.Parameter]] = defaultdict(list)
+    blocks: dict[nn.Parameter, Any] = {}
+    if config.optim.name == "muon":
+        from qkablate.training.optim.muon import Muon, find_matrices  # slow to import
+
+        blocks = find_matrices(model)
+    groups: defaultdict[tuple[float, float, bool], list[nn.Parameter]] = defaultdict(list)
     for parameter in model.parameters():
         rate, decay = multipliers.get(parameter, (1.0, 1.0))
-        groups[rate, decay if parameter.dim() >= 2 else 0.0].append(parameter)
-    return AdamW(
-        [
-            {
-                "params": parameters,
-                "lr": config.optim.lr * rate,
-                "weight_decay": config.optim.weight_decay * decay,
-                "lr_multiplier": rate,
-            }
-            for (rate, decay), parameters in groups.items()
-        ],
-        betas=(config.optim.betas[0], config.optim.betas[1]),
-        fused=config.device != "mps",
-    )
+        decay = decay if parameter.dim() >= 2 else 0.0
+        groups[rate, decay, parameter in blocks].append(parameter)
+    settings: list[dict[str, Any]] = [
+        {
+            "params": parameters,
+            "lr": config.optim.lr * rate,
+            "weight_decay": config.optim.weight_decay * decay,
+            "lr_multiplier": rate,
+            **({"momentum": config.optim.momentum} if is_matrix else {}),
+        }
+        for (rate, decay, is_matrix), parameters in groups.items()
+    ]
+    betas = (config.optim.betas[0], config.optim.betas[1])
+    fused = config.device != "mps"
+    if config.optim.name == "muon":
+        return Muon(settings, blocks, betas=betas, fused=fused)
+    return AdamW(settings, betas=betas, fused=fused)
+
+
+def check_optimizer(model: Model, config: Config) -> None:
+    """Raise ImpossibleConfig where the optimizer has nothing to do."""
+    if config.optim.name == "muon":
+        from qkablate.training.optim.muon import find_matrices
+
+        if not find_matrices(model):
+            raise ImpossibleConfig("optim.name: muon, but the blocks have no matrices; use adamw")
 
 
 def learning_rate(optim: OptimConfig, step: int, steps: int) -> float:

@@ -1,0 +1,120 @@
+"""Muon for the matrices of a model, AdamW for its other parameters.
+
+Shape suffixes: N matrices, R rows, C columns.
+"""
+
+import math
+from collections import defaultdict
+from collections.abc import Callable, Iterable
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor, distribute_tensor
+
+from qkablate.models.base import Model
+from qkablate.training.optim.adamw import AdamW
+
+_NEWTON_SCHULZ = (3.4445, -4.7750, 2.0315)  # Keller Jordan's, as in torch.optim.Muon
+_ITERATIONS = 5
+_RMS = 0.2  # of an update, in units of the rate; that of AdamW's (Liu et al. 2025)
+
+
+class Blocks(NamedTuple):
+    """The matrices that a parameter consists of, as linear maps of its values and back."""
+
+    split: Callable[[Tensor], Tensor]  # to NRC
+    join: Callable[[Tensor], Tensor]
+
+
+_WHOLE = Blocks(lambda x_RC: x_RC.unsqueeze(0), lambda x_NRC: x_NRC.squeeze(0))
+
+
+def find_matrices(model: Model) -> dict[nn.Parameter, Blocks]:
+    """Return the parameters of the blocks that multiply vectors: no embeddings, head or vectors."""
+    found: dict[nn.Parameter, Blocks] = {}
+    for unit in model.sharding_units():
+        for module in unit.modules():
+            if isinstance(module, nn.Linear):
+                assert isinstance(module.weight, nn.Parameter)
+                found[module.weight] = _WHOLE
+    for layer in model.attention_layers():
+        for circuit in (layer.module.qk, layer.module.ov):
+            for name, split, join in circuit.matrices():
+                found[circuit.get_parameter(name)] = Blocks(split, join)
+    return found
+
+
+class Muon(AdamW):
+    """Torch's Muon, one matrix of a head at a time, and AdamW for groups without `momentum`.
+
+    Updates have the RMS of AdamW's (`adjust_lr_fn="match_rms_adamw"`), so that one learning rate
+    serves both. torch.optim.Muon itself takes whole parameters of two dimensions only.
+    """
+
+    def __init__(
+        self, groups: Iterable[dict[str, Any]], blocks: dict[nn.Parameter, Blocks], **settings: Any
+    ) -> None:
+        super().__init__(groups, **settings)
+        self._blocks = blocks
+        # With fp16 the gradient scaler, not a fused kernel, skips steps that are not finite.
+        self._step_supports_amp_scaling = False
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        torch.optim.Optimizer.__setstate__(self, state)  # Adam's expects moments of every parameter
+
+    @torch.no_grad()
+    def step(self) -> None:  # type: ignore[override]
+        """Update all parameters from their gradients."""
+        groups = self.param_groups
+        self.param_groups = [group for group in groups if "momentum" not in group]
+        super().step()
+        self.param_groups = groups
+        for group in groups:
+            if "momentum" in group:
+                self._step_matrices(group)
+
+    def _step_matrices(self, group: dict[str, Any]) -> None:
+        updates = {p: self._accumulate(p, group["momentum"]) for p in group["params"]}
+        alike = defaultdict[torch.Size, list[nn.Parameter]](list)
+        for parameter, update_NRC in updates.items():
+            alike[update_NRC.shape[1:]].append(parameter)
+        for (rows, columns), parameters in alike.items():
+            all_NRC = orthogonalize(torch.cat([updates[p] for p in parameters]))
+            rate = group["lr"] * _RMS * math.sqrt(max(rows, columns))
+            counts = [len(updates[p]) for p in parameters]
+            for parameter, update_NRC in zip(parameters, all_NRC.split(counts), strict=True):
+                update: Tensor = self._blocks[parameter].join(update_NRC).to(parameter.dtype)
+                if isinstance(parameter, DTensor):
+                    mesh, placements = parameter.device_mesh, parameter.placements
+                    update = distribute_tensor(update, mesh, placements, src_data_rank=None)
+                parameter.mul_(1 - group["lr"] * group["weight_decay"])
+                parameter.add_(update, alpha=-rate)
+
+    def _accumulate(self, parameter: nn.Parameter, momentum: float) -> Tensor:
+        """Return the matrices of the gradient with Nesterov's momentum, NRC."""
+        state, grad = self.state[parameter], parameter.grad
+        assert grad is not None
+        if "momentum_buffer" not in state:
+            state["momentum_buffer"] = torch.zeros_like(grad)
+        buffer = state["momentum_buffer"].lerp_(grad, 1 - momentum)
+        update = grad.lerp(buffer, momentum)
+        update = update.full_tensor() if isinstance(update, DTensor) else update
+        return self._blocks[parameter].split(update)
+
+
+def orthogonalize(x_NRC: Tensor) -> Tensor:
+    """Return each matrix with singular values near 1: five Newton–Schulz iterations.
+
+    In bf16 on a GPU, as torch's, and in fp32 elsewhere, where bf16 is not faster.
+    """
+    y_NRC = x_NRC.to(torch.bfloat16 if x_NRC.is_cuda else torch.float32)
+    tall = y_NRC.shape[1] > y_NRC.shape[2]
+    y_NRC = y_NRC.mT if tall else y_NRC
+    y_NRC = y_NRC / y_NRC.norm(dim=(1, 2), keepdim=True).clamp(min=1e-7)
+    a, b, c = _NEWTON_SCHULZ
+    for _ in range(_ITERATIONS):
+        gram_NRR = y_NRC @ y_NRC.mT
+        polynomial_NRR = torch.baddbmm(gram_NRR, gram_NRR, gram_NRR, beta=b, alpha=c)
+        y_NRC = torch.baddbmm(y_NRC, polynomial_NRR, y_NRC, beta=a)
+    return y_NRC.mT if tall else y_NRC

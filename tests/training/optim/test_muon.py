@@ -1,0 +1,196 @@
+"""Muon: torch's update, one matrix of a head at a time, and rates that match standard's speed."""
+
+import dataclasses
+import functools
+
+import pytest
+import torch
+
+from qkablate.attention import OV_CIRCUITS
+from qkablate.config import Config, ModelConfig, OptimConfig, VariantConfig, resolve_variant
+from qkablate.config import variants as known_variants
+from qkablate.models.build import build_model
+from qkablate.training.optim import make_optimizer
+from qkablate.training.optim.muon import Muon, find_matrices, orthogonalize
+from tests.attention import test_initialization as layers
+
+SIZE = ModelConfig(layers=1, d_model=16, heads=2, context=8, bias=True, tied=False)
+LR, DECAY = 0.01, 0.1
+
+
+def make_model(variant="standard", **changes):
+    model = dataclasses.replace(SIZE, **changes)
+    given = VariantConfig(**known_variants()[variant] | {"lr": "same"})
+    named = resolve_variant(given, model)
+    config = Config(model=model, variant=named, device="cpu")
+    config.optim = OptimConfig(name="muon", lr=LR, weight_decay=DECAY)
+    built = build_model(config.model, config.variant, 11).init_(0)
+    return built, make_optimizer(built, config)
+
+
+def random_gradients(model, seed):
+    generator = torch.Generator().manual_seed(seed)
+    for parameter in model.parameters():
+        parameter.grad = torch.randn(parameter.shape, generator=generator)
+
+
+def test_update_is_torchs():
+    """Torch computes it in bf16."""
+    w = torch.randn(24, 16, generator=torch.Generator().manual_seed(0))
+    ours, theirs = (torch.nn.Parameter(w.clone()) for _ in range(2))
+    shared = {"lr": LR, "weight_decay": DECAY, "momentum": 0.95}
+    model = torch.nn.Linear(16, 24, bias=False)
+    model.weight = ours
+    holder = type("Holder", (), {})()
+    holder.sharding_units = lambda: [model]
+    holder.attention_layers = list
+    muon = Muon([{"params": [ours], **shared}], find_matrices(holder), fused=True)
+    reference = torch.optim.Muon([theirs], adjust_lr_fn="match_rms_adamw", **shared)
+    for step in range(6):
+        ours.grad = torch.randn(24, 16, generator=torch.Generator().manual_seed(step + 1))
+        theirs.grad = ours.grad.clone()
+        muon.step()
+        reference.step()
+    moved = (theirs - w).norm()
+    assert (ours - theirs).norm() < 0.01 * moved
+    buffers = (muon.state[ours], reference.state[theirs])
+    assert torch.equal(*[state["momentum_buffer"] for state in buffers])
+
+
+def test_embeddings_head_and_vectors_are_adamws():
+    model, optimizer = make_model(mlp="swiglu", position="learned")
+    random_gradients(model, 1)
+    optimizer.step()
+    for name, parameter in model.named_parameters():
+        expects = name.startswith("blocks") and parameter.dim() == 2
+        assert ("momentum_buffer" in optimizer.state[parameter]) == expects, name
+        assert ("exp_avg" in optimizer.state[parameter]) != expects, name
+
+
+@pytest.mark.parametrize("variant", [*known_variants()])
+def test_matrices_of_every_head_are_orthogonalized(variant):
+    """The update of each has singular values near 0.2 η √(its larger side)."""
+    model, optimizer = make_model(variant)
+    before = {p: p.detach().clone() for p in model.parameters()}
+    random_gradients(model, 2)
+    optimizer.step()
+    layer = model.attention_layers()[0].module
+    blocks = find_matrices(model)
+    for parameter in [*layer.qk.parameters(), *layer.ov.parameters()]:
+        if parameter not in blocks:
+            assert "exp_avg" in optimizer.state[parameter]
+            continue
+        moved = parameter.detach() - before[parameter] * (1 - LR * _decay(optimizer, parameter))
+        if "triangle" in dict(layer.qk.named_parameters()) and parameter is layer.qk.triangle:
+            matrices_NRC = layer.qk._full(moved)
+        else:
+            matrices_NRC = blocks[parameter].split(moved)
+            assert torch.equal(blocks[parameter].join(matrices_NRC), moved)
+        size = 0.2 * LR * max(matrices_NRC.shape[1:]) ** 0.5
+        values = torch.linalg.svdvals(matrices_NRC) / size
+        assert values.max() < 1.3
+        assert values.median() > 0.6
+
+
+def _decay(optimizer, parameter):
+    (group,) = (g for g in optimizer.param_groups if any(p is parameter for p in g["params"]))
+    return group["weight_decay"]
+
+
+@pytest.mark.parametrize(
+    ("variant", "shapes"),
+    [
+        ("standard", {"w_q": (2, 16, 8), "w_k": (2, 16, 8), "w_v": (2, 16, 8), "w_o": (2, 8, 16)}),
+        ("merged_w", {"w_qk": (2, 16, 16)}),
+        ("merged_ov", {"w_ov": (2, 16, 16)}),
+        ("mqa", {"w_k": (1, 16, 8), "w_v": (1, 16, 8), "w_q": (2, 16, 8)}),
+        ("symmetric_w", {"triangle": (2, 16, 16)}),
+        ("collaborative", {"w_q": (1, 16, 4)}),
+    ],
+)
+def test_a_matrix_is_that_of_one_head(variant, shapes):
+    model, _ = make_model(variant)
+    names = {p: name.rpartition(".")[2] for name, p in model.named_parameters()}
+    found = {names[p]: tuple(b.split(p.detach()).shape) for p, b in find_matrices(model).items()}
+    assert found.items() >= shapes.items()
+
+
+def test_other_heads_do_not_change_the_step_of_a_head():
+    steps = []
+    for seed in (3, 4):
+        model, optimizer = make_model("merged_w")
+        random_gradients(model, 2)
+        w_qk = model.attention_layers()[0].module.qk.w_qk
+        w_qk.grad[:, 16:] = torch.randn(16, 16, generator=torch.Generator().manual_seed(seed))
+        optimizer.step()
+        steps.append(w_qk.detach().clone())
+    assert torch.equal(steps[0][:, :16], steps[1][:, :16])
+    assert not torch.equal(steps[0], steps[1])
+
+
+def test_orthogonalized_values_are_near_one():
+    x_NRC = torch.randn(3, 20, 12, generator=torch.Generator().manual_seed(0))
+    y_NRC = orthogonalize(x_NRC)
+    values = torch.linalg.svdvals(y_NRC)
+    assert 0.6 < values.min() < values.max() < 1.3
+    u, _, vh = torch.linalg.svd(x_NRC, full_matrices=False)
+    overlap = (y_NRC * (u @ vh)).sum((1, 2)) / 12
+    assert (overlap - 1).abs().max() < 0.2
+    torch.testing.assert_close(orthogonalize(x_NRC.mT), y_NRC.mT)
+    assert torch.equal(orthogonalize(x_NRC * 0), x_NRC * 0)
+
+
+def test_state_is_restored():
+    ends = []
+    for interrupted in (False, True):
+        model, optimizer = make_model("merged_w")
+        for step in range(4):
+            if interrupted and step == 2:
+                state, weights = optimizer.state_dict(), model.state_dict()
+                model, optimizer = make_model("merged_w")
+                model.load_state_dict(weights)
+                optimizer.load_state_dict(state)
+            random_gradients(model, step)
+            optimizer.step()
+        ends.append([p.detach() for p in model.parameters()])
+    assert all(map(torch.equal, *ends))
+
+
+# Of the matched rates of AdamW, with random gradients that have more directions than the matrices:
+# the first step lowers the loss by η 0.2 Σ √(larger side) · (sum of singular values). A square
+# random matrix has 0.85 of the sum that equal singular values would have, a narrow one nearly all.
+SPEEDS = {"merged": 0.9, "symmetric": 0.9, "four_matrix": 0.9, "wide": 0.8}
+
+
+@functools.cache
+def first_step(qk, site):
+    sizes = layers.SITES[site]
+    x_BTD, y_BSD = (
+        layers.noise(0, 24, layers.T, layers.D),
+        layers.noise(4, 24, layers.SOURCE, layers.D),
+    )
+    layer = layers.initialized(qk, **sizes)
+    s_BHTS = layer.scores(x_BTD, y_BSD if site == "cross" else x_BTD, causal=False)
+    (s_BHTS * layers.noise(2, *s_BHTS.shape)).sum().backward()
+    rates = {id(parameter): rate for parameter, rate, _ in layer.rates()}
+    total = 0.0
+    for name, split, _ in layer.qk.matrices():
+        parameter = layer.qk.get_parameter(name)
+        matrices_NRC = split(parameter.grad)
+        values = torch.linalg.svdvals(matrices_NRC).sum()
+        total += rates[id(parameter)] * float(values) * max(matrices_NRC.shape[1:]) ** 0.5
+    return total
+
+
+@pytest.mark.parametrize("site", layers.SITES)
+@pytest.mark.parametrize("qk", [name for name in layers.LEARNED if name != "static"])
+def test_matched_rates_match_the_speed_of_the_scores(qk, site):
+    speed = first_step(qk, site) / first_step("separate", site)
+    assert speed == pytest.approx(SPEEDS.get(qk, 1), rel=0.06)
+
+
+def test_every_output_circuit_names_its_matrices():
+    for name in OV_CIRCUITS:
+        circuit = layers.initialized(ov=name).ov
+        matrices = {parameter for parameter, _, _ in circuit.matrices()}
+        assert matrices == {n for n, p in circuit.named_parameters() if p.dim() == 2}
