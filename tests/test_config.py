@@ -362,8 +362,11 @@ def test_variant_name_describes_its_circuits(overrides, name):
         ("optim.warmup=1000", "optim.warmup: 1000 is not below the 1000 steps"),
         ("variant.lr=true", "variant.lr: 'True' is not a number or between or matched or same"),
         ("optim.cooldown=[1]", "optim.cooldown: '[1]' is not a number or auto"),
-        ("optim.momentum=0.9", "optim.momentum: name=adamw has none; only muon has"),
-        ("optim.name=moun", "optim.name: 'moun' (nearest: muon) is not one of adamw, muon"),
+        ("optim.momentum=0.9", "optim.momentum: optimizer=adamw has none; only muon has"),
+        (
+            "optim.optimizer=moun",
+            "optim.optimizer: 'moun' (nearest: muon) is not one of adamw, muon",
+        ),
         ("optim.cooldown=0.3", "optim.cooldown: schedule=cosine has none; only wsd has"),
         ("optim.betas=[0.9]", "optim.betas: [0.9] are not two numbers"),
         ("optim.betas=[0.9,1.0]", "optim.betas: [0.9, 1.0] are not two numbers"),

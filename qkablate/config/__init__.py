@@ -150,8 +150,10 @@ def check(config: Config) -> None:
         raise UserError("train.tokens: give train.steps or train.tokens, not both")
     if optim.schedule != "wsd" and optim.cooldown != "auto":
         raise ImpossibleConfig(f"optim.cooldown: schedule={optim.schedule} has none; only wsd has")
-    if optim.name != "muon" and optim.momentum != OptimConfig().momentum:
-        raise ImpossibleConfig(f"optim.momentum: name={optim.name} has none; only muon has")
+    if optim.optimizer != "muon" and optim.momentum != OptimConfig().momentum:
+        raise ImpossibleConfig(
+            f"optim.momentum: optimizer={optim.optimizer} has none; only muon has"
+        )
     if optim.schedule == "constant" and optim.lr_final != OptimConfig().lr_final:
         raise ImpossibleConfig("optim.lr_final: schedule=constant ends at its peak")
     if model.norm == "none" and model.norm_kind != "layer":

@@ -205,7 +205,7 @@ class TrainConfig:
 class OptimConfig:
     """The optimizer and its schedule."""
 
-    name: str = training_key(
+    optimizer: str = training_key(
         "adamw",
         "adamw; muon: the matrices of the blocks by Muon, the rest by AdamW",
         choices=("adamw", "muon"),

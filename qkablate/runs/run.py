@@ -77,7 +77,7 @@ _EARLIER = {
     "model.source": None,
     "model.mlp": "gelu",
     "model.norm_kind": "layer",
-    "optim.name": "adamw",
+    "optim.optimizer": "adamw",
     "optim.momentum": 0.95,
     "variant.sites": "all",
 }

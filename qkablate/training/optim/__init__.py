@@ -25,7 +25,7 @@ def make_optimizer(model: Model, config: Config) -> AdamW:
         for parameter, rate, decay in layer.module.rates(power):
             multipliers[parameter] = rate, decay / rate
     blocks: dict[nn.Parameter, Any] = {}
-    if config.optim.name == "muon":
+    if config.optim.optimizer == "muon":
         from qkablate.training.optim.muon import Muon, find_matrices  # slow to import
 
         blocks = find_matrices(model)
@@ -46,18 +46,20 @@ def make_optimizer(model: Model, config: Config) -> AdamW:
     ]
     betas = (config.optim.betas[0], config.optim.betas[1])
     fused = config.device != "mps"
-    if config.optim.name == "muon":
+    if config.optim.optimizer == "muon":
         return Muon(settings, blocks, betas=betas, fused=fused)
     return AdamW(settings, betas=betas, fused=fused)
 
 
 def check_optimizer(model: Model, config: Config) -> None:
     """Raise ImpossibleConfig where the optimizer has nothing to do."""
-    if config.optim.name == "muon":
+    if config.optim.optimizer == "muon":
         from qkablate.training.optim.muon import find_matrices
 
         if not find_matrices(model):
-            raise ImpossibleConfig("optim.name: muon, but the blocks have no matrices; use adamw")
+            raise ImpossibleConfig(
+                "optim.optimizer: muon, but the blocks have no matrices; use adamw"
+            )
 
 
 def learning_rate(optim: OptimConfig, step: int, steps: int) -> float:

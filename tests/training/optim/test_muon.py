@@ -23,7 +23,7 @@ def make_model(variant="standard", **changes):
     given = VariantConfig(**known_variants()[variant] | {"lr": "same"})
     named = resolve_variant(given, model)
     config = Config(model=model, variant=named, device="cpu")
-    config.optim = OptimConfig(name="muon", lr=LR, weight_decay=DECAY)
+    config.optim = OptimConfig(optimizer="muon", lr=LR, weight_decay=DECAY)
     built = build_model(config.model, config.variant, 11).init_(0)
     return built, make_optimizer(built, config)
 
