@@ -95,6 +95,7 @@ uniform fp16 static learned recompute blocks 1.5
 wide_qk fp32 folded rope dropout 66
 """
 _REVERSE = "data=reverse model.context=8 data.copy_length=8"
+# Other forms of model, and another optimizer.
 FORMS = [
     Case("merged_w", "bf16", words=f"{_REVERSE} model.form=encoder"),
     Case("gqa", "fp16-sm75", words=f"{_REVERSE} model.form=encoder_decoder"),
@@ -102,6 +103,7 @@ FORMS = [
         "qk_norm", "bf16", words=f"{_REVERSE} model.form=encoder_decoder model.encoder_d_model=32"
     ),
     Case("standard", "bf16", words="model.form=encoder data.objective=mlm"),
+    Case("symmetric_w", "bf16", words="optim=muon"),
 ]
 # Pairs of a kernel and a setting that the kernel does not support.
 IMPOSSIBLE = {
