@@ -75,7 +75,11 @@ class Muon(AdamW):
                 self._step_matrices(group)
 
     def _step_matrices(self, group: dict[str, Any]) -> None:
-        updates = {p: self._accumulate(p, group["momentum"]) for p in group["params"]}
+        updates = {
+            parameter: self._accumulate(parameter, parameter.grad, group["momentum"])
+            for parameter in group["params"]
+            if parameter.grad is not None
+        }
         alike = defaultdict[torch.Size, list[nn.Parameter]](list)
         for parameter, update_NRC in updates.items():
             alike[update_NRC.shape[1:]].append(parameter)
@@ -91,10 +95,9 @@ class Muon(AdamW):
                 parameter.mul_(1 - group["lr"] * group["weight_decay"])
                 parameter.add_(update, alpha=-rate)
 
-    def _accumulate(self, parameter: nn.Parameter, momentum: float) -> Tensor:
+    def _accumulate(self, parameter: nn.Parameter, grad: Tensor, momentum: float) -> Tensor:
         """Return the matrices of the gradient with Nesterov's momentum, NRC."""
-        state, grad = self.state[parameter], parameter.grad
-        assert grad is not None
+        state = self.state[parameter]
         if "momentum_buffer" not in state:
             state["momentum_buffer"] = torch.zeros_like(grad)
         buffer = state["momentum_buffer"].lerp_(grad, 1 - momentum)
