@@ -362,6 +362,7 @@ def test_variant_name_describes_its_circuits(overrides, name):
         ("optim.warmup=1000", "optim.warmup: 1000 is not below the 1000 steps"),
         ("variant.lr=true", "variant.lr: 'True' is not a number or between or matched or same"),
         ("optim.cooldown=[1]", "optim.cooldown: '[1]' is not a number or auto"),
+        ("optim.momentum=1", "optim.momentum: "),
         ("optim.momentum=0.9", "optim.momentum: optimizer=adamw has none; only muon has"),
         (
             "optim.optimizer=moun",

@@ -93,7 +93,7 @@ class UnsupportedKernel(UnsupportedCombination):
 TensorMap = Callable[[Tensor], Tensor]
 
 
-def _same(x_NRC: Tensor) -> Tensor:
+def _identity(x_NRC: Tensor) -> Tensor:
     return x_NRC
 
 
@@ -159,16 +159,16 @@ class Circuit(nn.Module):
         return self.spec.heads
 
     def matrices(self) -> Iterator[tuple[str, TensorMap, TensorMap]]:
-        """Yield the name of each parameter that consists of matrices, and two linear maps.
+        """Yield name, split and join of each parameter that consists of matrices.
 
-        They are from its values to its matrices, as NRC, one for each head that has its own, and
-        back.
+        `split` cuts its gradient into matrices, NRC, one for each head that has its own; `join`
+        makes an update of its shape of theirs.
         """
         for name, parameter in self.named_parameters():
-            if parameter.dim() < 2 or name in self.tables:
+            if parameter.dim() not in (2, 3) or name in self.tables:
                 continue
             if parameter.dim() == 3:
-                yield name, _same, _same
+                yield name, _identity, _identity
                 continue
             dim, count = self.head_dims.get(name, 0), self.head_count(name)
             count = count if name in self.head_dims and not parameter.shape[dim] % count else 1

@@ -154,6 +154,8 @@ def check(config: Config) -> None:
         raise ImpossibleConfig(
             f"optim.momentum: optimizer={optim.optimizer} has none; only muon has"
         )
+    if optim.momentum >= 1:
+        raise UserError(f"optim.momentum: {optim.momentum} is not a number from 0 to below 1")
     if optim.schedule == "constant" and optim.lr_final != OptimConfig().lr_final:
         raise ImpossibleConfig("optim.lr_final: schedule=constant ends at its peak")
     if model.norm == "none" and model.norm_kind != "layer":

@@ -103,7 +103,7 @@ def shorten_names(names: Iterable[str]) -> dict[str, str]:
 
 
 # What a short description shows, by the key that it may differ in.
-_DESCRIBED = {"data.source": "", "optim.lr": "lr ", "train.steps": "steps "}
+_DESCRIBED = {"data.source": "", "optim.optimizer": "", "optim.lr": "lr ", "train.steps": "steps "}
 
 
 def describe_runs(folders: Iterable[Path]) -> list[str]:

@@ -35,6 +35,9 @@ class SeparateOV(OV):
         self.b_v = empty_bias(spec, self.value_heads * spec.d_head)
         self.b_o = empty_bias(spec, spec.d_model)
 
+    def head_count(self, name: str) -> int:
+        return self.value_heads if name == "w_v" else self.spec.heads
+
     def values(self, y_BSD: Tensor, k_BGSE: Tensor) -> Tensor:
         return map_to_heads(y_BSD, self.w_v, self.b_v, self.value_heads)
 
@@ -110,9 +113,6 @@ class GroupedOV(SeparateOV):
         w_o, w_v = self.w_o_speed, self.w_v_speed
         self.lr_multiplier = (w_o + w_v) / (w_o + w_v * root)
         self.bias_lr_multiplier = (1 + gain) / (1 + gain * root)
-
-    def head_count(self, name: str) -> int:
-        return self.value_heads if name == "w_v" else self.spec.heads
 
 
 class TiedOV(OV):

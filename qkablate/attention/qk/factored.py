@@ -48,6 +48,9 @@ class SeparateQK(QK):
         if self.spec.symmetric:
             self.w_q.copy_(self.w_k)
 
+    def head_count(self, name: str) -> int:
+        return self.key_heads if name == "w_k" else self.spec.heads
+
     def queries(self, x_BTD: Tensor) -> Tensor:
         return map_to_heads(x_BTD, self.w_q, self.b_q, self.spec.heads)
 
@@ -137,6 +140,9 @@ class ReassociatedQK(SeparateQK):
             "standard_reassociated is standard in another order of multiplication; use standard"
         )
 
+    def head_count(self, name: str) -> int:
+        return self.spec.heads
+
     def flops_per_token(self) -> int:
         return 2 * self.spec.heads * self.spec.d_model * self.spec.d_keys
 
@@ -166,9 +172,6 @@ class GroupedQK(SeparateQK):
         self.match = "exact" if spec.groups == spec.heads else "spread"
         speed = spec.key_speed
         self.lr_multiplier = (1 + speed) / (1 + speed * math.sqrt(self.key_heads / spec.heads))
-
-    def head_count(self, name: str) -> int:
-        return self.key_heads if name == "w_k" else self.spec.heads
 
 
 class FourMatrixQK(SeparateQK):

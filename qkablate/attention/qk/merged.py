@@ -128,19 +128,19 @@ class SymmetricQK(_FullMatrixQK):
 
     def matrices(self) -> Iterator[tuple[str, TensorMap, TensorMap]]:
         """Yield the triangle, whose gradient off the diagonal is that of two entries."""
-        yield "triangle", self._halved, self._triangle_of
+        yield "triangle", self._symmetric_gradient, self._take_triangle
 
-    def _halved(self, triangle_HE: Tensor) -> Tensor:
+    def _symmetric_gradient(self, triangle_HE: Tensor) -> Tensor:
         full_HDD = self._full(triangle_HE)
         return (full_HDD + full_HDD.diagonal(dim1=1, dim2=2).diag_embed()) / 2
 
-    def _triangle_of(self, full_HDD: Tensor) -> Tensor:
+    def _take_triangle(self, full_HDD: Tensor) -> Tensor:
         row, column = torch.triu_indices(*full_HDD.shape[1:], device=full_HDD.device)
         return full_HDD[:, row, column]
 
     def set_circuit_(self, b_HDD: Tensor, u_HD: Tensor | None = None) -> None:
         """Set the symmetric part."""
-        self.triangle.copy_(self._triangle_of((b_HDD + b_HDD.mT) / 2))
+        self.triangle.copy_(self._take_triangle((b_HDD + b_HDD.mT) / 2))
         self._set_bias_(u_HD)
 
     def flops_per_token(self) -> int:

@@ -52,7 +52,7 @@ def make_optimizer(model: Model, config: Config) -> AdamW:
 
 
 def check_optimizer(model: Model, config: Config) -> None:
-    """Raise ImpossibleConfig where the optimizer has nothing to do."""
+    """Raise ImpossibleConfig if Muon has no matrices to train."""
     if config.optim.optimizer == "muon":
         from qkablate.training.optim.muon import find_matrices
 

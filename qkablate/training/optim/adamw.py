@@ -1,4 +1,4 @@
-"""Torch's AdamW, without what makes it slow to import."""
+"""Torch's AdamW without its slow imports."""
 
 import inspect
 

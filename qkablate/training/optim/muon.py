@@ -18,13 +18,14 @@ from qkablate.training.optim.adamw import AdamW
 _NEWTON_SCHULZ = (3.4445, -4.7750, 2.0315)  # Keller Jordan's, as in torch.optim.Muon
 _ITERATIONS = 5
 _RMS = 0.2  # of an update, in units of the rate; that of AdamW's (Liu et al. 2025)
+_AT_ONCE = 2**22  # numbers that are orthogonalized together, to bound the memory of a step
 
 
 class Blocks(NamedTuple):
-    """The matrices that a parameter consists of, as linear maps of its values and back."""
+    """The matrices that a parameter consists of; see Circuit.matrices."""
 
-    split: Callable[[Tensor], Tensor]  # to NRC
-    join: Callable[[Tensor], Tensor]
+    split: Callable[[Tensor], Tensor]  # a gradient into NRC
+    join: Callable[[Tensor], Tensor]  # their updates into one
 
 
 _WHOLE = Blocks(lambda x_RC: x_RC.unsqueeze(0), lambda x_NRC: x_NRC.squeeze(0))
@@ -67,33 +68,41 @@ class Muon(AdamW):
     def step(self) -> None:  # type: ignore[override]
         """Update all parameters from their gradients."""
         groups = self.param_groups
-        self.param_groups = [group for group in groups if "momentum" not in group]
-        super().step()
-        self.param_groups = groups
+        try:
+            self.param_groups = [group for group in groups if "momentum" not in group]
+            super().step()
+        finally:
+            self.param_groups = groups
         for group in groups:
             if "momentum" in group:
                 self._step_matrices(group)
 
     def _step_matrices(self, group: dict[str, Any]) -> None:
-        updates = {
-            parameter: self._accumulate(parameter, parameter.grad, group["momentum"])
-            for parameter in group["params"]
-            if parameter.grad is not None
-        }
-        alike = defaultdict[torch.Size, list[nn.Parameter]](list)
-        for parameter, update_NRC in updates.items():
-            alike[update_NRC.shape[1:]].append(parameter)
-        for (rows, columns), parameters in alike.items():
-            all_NRC = orthogonalize(torch.cat([updates[p] for p in parameters]))
-            rate = group["lr"] * _RMS * math.sqrt(max(rows, columns))
-            counts = [len(updates[p]) for p in parameters]
-            for parameter, update_NRC in zip(parameters, all_NRC.split(counts), strict=True):
-                update: Tensor = self._blocks[parameter].join(update_NRC).to(parameter.dtype)
-                if isinstance(parameter, DTensor):
-                    mesh, placements = parameter.device_mesh, parameter.placements
-                    update = distribute_tensor(update, mesh, placements, src_data_rank=None)
-                parameter.mul_(1 - group["lr"] * group["weight_decay"])
-                parameter.add_(update, alpha=-rate)
+        """Update a group, with matrices of one shape orthogonalized together, as memory permits."""
+        waiting = defaultdict[torch.Size, dict[nn.Parameter, Tensor]](dict)
+        for parameter in group["params"]:
+            if parameter.grad is None:
+                continue
+            update_NRC = self._accumulate(parameter, parameter.grad, group["momentum"])
+            alike = waiting[update_NRC.shape[1:]]
+            alike[parameter] = update_NRC
+            if sum(update.numel() for update in alike.values()) >= _AT_ONCE:
+                self._apply(group, waiting.pop(update_NRC.shape[1:]))
+        for alike in waiting.values():
+            self._apply(group, alike)
+
+    def _apply(self, group: dict[str, Any], updates: dict[nn.Parameter, Tensor]) -> None:
+        """Update parameters whose matrices have one shape."""
+        all_NRC = orthogonalize(torch.cat([*updates.values()]))
+        rate = group["lr"] * _RMS * math.sqrt(max(all_NRC.shape[1:]))
+        parts = all_NRC.split([len(update_NRC) for update_NRC in updates.values()])
+        for parameter, update_NRC in zip(updates, parts, strict=True):
+            update: Tensor = self._blocks[parameter].join(update_NRC).to(parameter.dtype)
+            if isinstance(parameter, DTensor):
+                mesh, placements = parameter.device_mesh, parameter.placements
+                update = distribute_tensor(update, mesh, placements, src_data_rank=None)
+            parameter.mul_(1 - group["lr"] * group["weight_decay"])
+            parameter.add_(update, alpha=-rate)
 
     def _accumulate(self, parameter: nn.Parameter, grad: Tensor, momentum: float) -> Tensor:
         """Return the matrices of the gradient with Nesterov's momentum, NRC."""

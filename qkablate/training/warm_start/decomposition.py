@@ -44,7 +44,11 @@ _SOURCES = ("path", "name", "files")
 # Never the parent's: no part of a run's id.
 _USER_KEYS = {*keys_with(Role.LOCAL)}
 # The keys that are resolved again for another device or precision.
-_DEPENDENT_KEYS = {"device": ("precision", "matmul", "compile"), "precision": ("matmul",)}
+_DEPENDENT_KEYS = {
+    "device": ("precision", "matmul", "compile"),
+    "precision": ("matmul",),
+    "optim.optimizer": ("optim.momentum",),
+}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -137,6 +141,7 @@ def _make_overrides(parent: Config, set_keys: Collection[str], steps: int) -> li
         overrides.append(f"data={parent.data.source}")
     defaults = {
         "train.eval_every": parent.train.eval_every,  # diagnostics.every may depend on it
+        "optim.optimizer": parent.optim.optimizer,
         "optim.schedule": parent.optim.schedule,
         "optim.lr": _finetune_lr(parent),
     }
@@ -149,6 +154,10 @@ def _make_overrides(parent: Config, set_keys: Collection[str], steps: int) -> li
 def _check_overrides(set_keys: Collection[str]) -> None:
     """Raise UserError for a key that only the parent determines."""
     for key in set_keys:
+        if key == "optim":
+            raise UserError(
+                "optim: write optim.optimizer=muon or adamw; the other settings are the run's"
+            )
         if key in ("train.steps", "train.tokens"):
             raise UserError(
                 f"{key}: write finetune.steps={DEFAULT_STEPS}, the steps of fine-tuning"

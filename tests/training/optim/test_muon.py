@@ -6,11 +6,11 @@ import functools
 import pytest
 import torch
 
-from qkablate.attention import OV_CIRCUITS
+from qkablate.attention import OV_CIRCUITS, QK_CIRCUITS
 from qkablate.config import Config, ModelConfig, OptimConfig, VariantConfig, resolve_variant
 from qkablate.config import variants as known_variants
 from qkablate.models.build import build_model
-from qkablate.training.optim import make_optimizer
+from qkablate.training.optim import make_optimizer, muon
 from qkablate.training.optim.muon import Muon, find_matrices, orthogonalize
 from tests.attention import test_initialization as layers
 
@@ -194,3 +194,35 @@ def test_every_output_circuit_names_its_matrices():
         circuit = layers.initialized(ov=name).ov
         matrices = {parameter for parameter, _, _ in circuit.matrices()}
         assert matrices == {n for n, p in circuit.named_parameters() if p.dim() == 2}
+
+
+def test_matrices_without_gradients_stay():
+    model, optimizer = make_model()
+    random_gradients(model, 1)
+    qk = model.attention_layers()[0].module.qk
+    qk.w_k.grad = None
+    before = qk.w_k.detach().clone()
+    optimizer.step()
+    assert torch.equal(qk.w_k, before)
+    assert qk.w_k not in optimizer.state
+
+
+def test_matrices_updated_in_parts_are_those_updated_together(monkeypatch):
+    ends = []
+    for at_once in (2**22, 1):
+        monkeypatch.setattr(muon, "_AT_ONCE", at_once)
+        model, optimizer = make_model()
+        random_gradients(model, 1)
+        optimizer.step()
+        ends.append([p.detach() for p in model.parameters()])
+    for together, apart in zip(*ends, strict=True):
+        torch.testing.assert_close(together, apart)
+
+
+def test_keys_that_heads_share_are_one_matrix():
+    layer = layers.initialized()
+    shared = QK_CIRCUITS["separate"](layer.qk.spec, key_heads=1)  # as in a circuit of one's own
+    shapes = {
+        name: tuple(split(shared.get_parameter(name)).shape) for name, split, _ in shared.matrices()
+    }
+    assert shapes == {"w_q": (4, 128, 32), "w_k": (1, 128, 32)}
