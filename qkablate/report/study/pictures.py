@@ -6,7 +6,8 @@ the picture and not the checksum.
 
 import math
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
+from typing import Any
 
 from qkablate.report.charts import base
 from qkablate.report.charts.base import Chart, Spec
@@ -53,7 +54,16 @@ def _renumber(svg: str) -> str:
 def hash_chart(chart: Chart, subject: str, setting: str) -> str:
     """Return a checksum of everything that a picture shows."""
     shown = [chart.title, chart.caption, [[p.title, p.spec] for p in chart.panels]]
-    return hash_json([*shown, subject, setting])
+    return hash_json(_round([*shown, subject, setting]))
+
+
+def _round(value: Any) -> Any:
+    """Return nested containers with numbers of six digits: the last ones depend on the CPU."""
+    if isinstance(value, Mapping):
+        return {key: _round(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [_round(item) for item in value]
+    return float(f"{value:.6g}") if isinstance(value, float) else value
 
 
 def read_hash(svg: bytes) -> str | None:
