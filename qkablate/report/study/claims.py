@@ -54,10 +54,14 @@ class StudiedClaim:
         return f"{judged.headline}{unless}{' (exploratory)' if judged.exploratory else ''}"
 
     @property
-    def estimates(self) -> list[tuple[str, str, str]]:
-        """Part, number of pairs, estimate with interval; none before the verdict."""
+    def estimates(self) -> list[tuple[str, str, str, str]]:
+        """Part, number of pairs, estimate with interval, verdict; none before the claim's verdict.
+
+        The parts with the verdict of the claim, which decide it, come first.
+        """
         _, rows = make_part_table(self.judgement)
-        return [(name, n, f"{estimate} {interval}") for name, n, estimate, interval, *_ in rows]
+        rows.sort(key=lambda row: not row[-1].startswith(str(self.judgement.word)))
+        return [(name, n, f"{mean} {interval}", word) for name, n, mean, interval, *_, word in rows]
 
     @property
     def command(self) -> str:

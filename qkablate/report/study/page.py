@@ -66,9 +66,8 @@ def format_answers(claims: list[StudiedClaim]) -> str:
     """Return the table of the claims that have ended: question, verdict, estimate, n; or ''."""
     rows = []
     for studied in claims:
-        for number, (part, n, estimate) in enumerate(studied.estimates):
-            says = studied.claim.says if not number else ""
-            verdict = studied.verdict if not number else ""
+        for number, (part, n, estimate, word) in enumerate(studied.estimates):
+            says, verdict = ("", word) if number else (studied.claim.says, studied.verdict)
             rows.append([says, verdict, part, estimate, n])
     if not rows:
         return ""
@@ -91,7 +90,7 @@ def _format_answer(claims: list[StudiedClaim], open_claims: list[Claim], picture
     if not ended:
         lines.append("**No claim has been run to its verdict yet.**")
     for studied in ended[:_MOST_ANSWERS]:
-        part, n, estimate = next(iter(studied.estimates), ("", "0", "–"))
+        part, n, estimate, _ = next(iter(studied.estimates), ("", "0", "–", ""))
         more = len(studied.estimates) - 1
         others = f", and {more} more" if more > 0 else ""
         lines.append(

@@ -29,18 +29,20 @@ def shard_optimizer_state(
 ) -> dict[str, Any]:
     """Return this rank's part of an optimizer state that all ranks have in full."""
     parameters = [p for group in optimizer.param_groups for p in group["params"]]
-
-    def shard(value: torch.Tensor, like: DTensor) -> torch.Tensor:
-        if not value.dim():  # the step
-            return value
-        moved = value.to(like.device)
-        return distribute_tensor(moved, like.device_mesh, like.placements, src_data_rank=None)
-
     shards = {
-        i: {name: shard(value, parameters[i]) for name, value in entry.items()}
+        i: {
+            name: shard_like(value, parameters[i]) if value.dim() else value  # 0: the step
+            for name, value in entry.items()
+        }
         for i, entry in state["state"].items()
     }
     return {**state, "state": shards}
+
+
+def shard_like(value: torch.Tensor, like: DTensor) -> DTensor:
+    """Return this rank's part of a tensor that all ranks have in full, sharded like another."""
+    moved = value.to(like.device)
+    return distribute_tensor(moved, like.device_mesh, like.placements, src_data_rank=None)
 
 
 def unshard(value: Any, keep: bool = True) -> Any:

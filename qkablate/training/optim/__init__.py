@@ -11,6 +11,7 @@ from qkablate.config.schedule import cooldown_begin
 from qkablate.errors import ImpossibleConfig
 from qkablate.models.base import Model
 from qkablate.training.optim.adamw import AdamW
+from qkablate.training.optim.muon import Muon, find_matrices
 
 
 def make_optimizer(model: Model, config: Config) -> AdamW:
@@ -24,11 +25,7 @@ def make_optimizer(model: Model, config: Config) -> AdamW:
     for layer in model.attention_layers():
         for parameter, rate, decay in layer.module.rates(power):
             multipliers[parameter] = rate, decay / rate
-    blocks: dict[nn.Parameter, Any] = {}
-    if config.optim.optimizer == "muon":
-        from qkablate.training.optim.muon import Muon, find_matrices  # slow to import
-
-        blocks = find_matrices(model)
+    blocks = find_matrices(model) if config.optim.optimizer == "muon" else {}
     groups: defaultdict[tuple[float, float, bool], list[nn.Parameter]] = defaultdict(list)
     for parameter in model.parameters():
         rate, decay = multipliers.get(parameter, (1.0, 1.0))
@@ -53,13 +50,8 @@ def make_optimizer(model: Model, config: Config) -> AdamW:
 
 def check_optimizer(model: Model, config: Config) -> None:
     """Raise ImpossibleConfig if Muon has no matrices to train."""
-    if config.optim.optimizer == "muon":
-        from qkablate.training.optim.muon import find_matrices
-
-        if not find_matrices(model):
-            raise ImpossibleConfig(
-                "optim.optimizer: muon, but the blocks have no matrices; use adamw"
-            )
+    if config.optim.optimizer == "muon" and not find_matrices(model):
+        raise ImpossibleConfig("optim.optimizer: muon, but the blocks have no matrices; use adamw")
 
 
 def learning_rate(optim: OptimConfig, step: int, steps: int) -> float:

@@ -6,14 +6,16 @@ Shape suffixes: N matrices, R rows, C columns.
 import math
 from collections import defaultdict
 from collections.abc import Callable, Iterable
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple, cast
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor, distribute_tensor
 
 from qkablate.models.base import Model
 from qkablate.training.optim.adamw import AdamW
+
+if TYPE_CHECKING:
+    from torch.distributed.tensor import DTensor
 
 _NEWTON_SCHULZ = (3.4445, -4.7750, 2.0315)  # Keller Jordan's, as in torch.optim.Muon
 _ITERATIONS = 5
@@ -98,9 +100,10 @@ class Muon(AdamW):
         parts = all_NRC.split([len(update_NRC) for update_NRC in updates.values()])
         for parameter, update_NRC in zip(updates, parts, strict=True):
             update: Tensor = self._blocks[parameter].join(update_NRC).to(parameter.dtype)
-            if isinstance(parameter, DTensor):
-                mesh, placements = parameter.device_mesh, parameter.placements
-                update = distribute_tensor(update, mesh, placements, src_data_rank=None)
+            if hasattr(parameter, "full_tensor"):  # a DTensor: its module is slow to import
+                from qkablate.training.distributed.sharding import shard_like
+
+                update = shard_like(update, cast("DTensor", parameter))
             parameter.mul_(1 - group["lr"] * group["weight_decay"])
             parameter.add_(update, alpha=-rate)
 
@@ -111,8 +114,8 @@ class Muon(AdamW):
             state["momentum_buffer"] = torch.zeros_like(grad)
         buffer = state["momentum_buffer"].lerp_(grad, 1 - momentum)
         update = grad.lerp(buffer, momentum)
-        update = update.full_tensor() if isinstance(update, DTensor) else update
-        return self._blocks[parameter].split(update)
+        gather = getattr(update, "full_tensor", None)  # of a DTensor
+        return self._blocks[parameter].split(gather() if gather else update)
 
 
 def orthogonalize(x_NRC: Tensor) -> Tensor:

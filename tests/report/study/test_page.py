@@ -35,6 +35,14 @@ def test_readme_has_the_table_of_the_answers():
     assert answers in (ROOT / "README.md").read_text(encoding="utf-8")
 
 
+def test_parts_that_decide_a_claim_come_first():
+    ended = [studied for studied in read_claims(STUDY) if studied.estimates]
+    assert ended
+    for studied in ended:
+        words = [word.startswith(str(studied.judgement.word)) for *_, word in studied.estimates]
+        assert words == sorted(words, reverse=True)
+
+
 @pytest.fixture
 def study(qkablate, outputs, tmp_path):
     """Make the page of a study of one small claim."""

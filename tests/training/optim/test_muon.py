@@ -7,10 +7,11 @@ import pytest
 import torch
 
 from qkablate.attention import OV_CIRCUITS, QK_CIRCUITS
-from qkablate.config import Config, ModelConfig, OptimConfig, VariantConfig, resolve_variant
+from qkablate.config import Config, ModelConfig, OptimConfig, VariantConfig, check, resolve_variant
 from qkablate.config import variants as known_variants
+from qkablate.errors import ImpossibleConfig, UserError
 from qkablate.models.build import build_model
-from qkablate.training.optim import make_optimizer, muon
+from qkablate.training.optim import check_optimizer, make_optimizer, muon
 from qkablate.training.optim.muon import Muon, find_matrices, orthogonalize
 from tests.attention import test_initialization as layers
 
@@ -217,6 +218,23 @@ def test_matrices_updated_in_parts_are_those_updated_together(monkeypatch):
         ends.append([p.detach() for p in model.parameters()])
     for together, apart in zip(*ends, strict=True):
         torch.testing.assert_close(together, apart)
+
+
+def test_momentum_of_one_is_rejected():
+    """Nothing would ever move."""
+    config = dataclasses.replace(Config(), optim=OptimConfig(optimizer="muon", momentum=1.0))
+    with pytest.raises(UserError, match=r"optim.momentum: 1.0 is not a number from 0 to below 1"):
+        check(config)
+
+
+def test_model_without_matrices_is_rejected():
+    model, _ = make_model()
+    config = dataclasses.replace(Config(), optim=OptimConfig(optimizer="muon"))
+    check_optimizer(model, config)
+    model.blocks = torch.nn.ModuleList()
+    model.attention_layers = list
+    with pytest.raises(ImpossibleConfig, match="the blocks have no matrices"):
+        check_optimizer(model, config)
 
 
 def test_keys_that_heads_share_are_one_matrix():
