@@ -80,6 +80,7 @@ _EARLIER = {
     "optim.optimizer": "adamw",
     "optim.momentum": 0.95,
     "variant.sites": "all",
+    "variant.rope_dims": None,
 }
 
 
