@@ -120,7 +120,20 @@ def test_the_keys_of_each_role():
     assert {*names_of(Role.RUN)} == {"seed", "seeds", "optim.lr"}
     assert {*names_of(Role.VARIANT)} == {
         f"variant.{key}"
-        for key in ("name", "qk", "ov", "norm", "mask_self", "rank", "groups", "sites", "file")
+        for key in (
+            *(
+                "name",
+                "qk",
+                "ov",
+                "norm",
+                "mask_self",
+                "rank",
+                "groups",
+                "rope_dims",
+                "sites",
+                "file",
+            ),
+        )
     }
     assert {*names_of(Role.ONE_PER_SWEEP)} == {
         *("out", "device", "threads", "tracking", "diagnostics")

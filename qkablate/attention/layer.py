@@ -109,9 +109,6 @@ class Attention(nn.Module):
             self.norm = (QKNorm if norm == "qk" else UnitKeys)(spec, self.qk)
         self.mask_self, self.position, self.dropout = mask_self, position, dropout
         self.scale = (self.norm or self.qk).scale
-        # Keys and values of the heads from a latent stream; a norm is of that stream.
-        self.latent_qk = self.qk if isinstance(self.qk, LatentQK) and norm == "none" else None
-        self.latent_ov = self.ov if isinstance(self.ov, LatentOV) and self.latent_qk else None
         self.rope = self.rope_dims = self.alibi = None
         if position == "rope" and spec.rope_dims:
             self.rope_dims = RopeDims(spec, self.qk, self.scale)
@@ -338,6 +335,16 @@ class Attention(nn.Module):
         if self.ov.cached == "v":
             kept["v"] = v_BGSV
         return k_BGSE, v_BGSV
+
+    @property
+    def latent_qk(self) -> LatentQK | None:
+        """The QK circuit, if it has keys by head from a latent stream; a norm is of that stream."""
+        return self.qk if isinstance(self.qk, LatentQK) and self.norm is None else None
+
+    @property
+    def latent_ov(self) -> LatentOV | None:
+        """The OV circuit, if it has values by head from a latent stream."""
+        return self.ov if isinstance(self.ov, LatentOV) and self.norm is None else None
 
     @property
     def width(self) -> int:

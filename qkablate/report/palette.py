@@ -42,8 +42,8 @@ _COLORS = {  # light, dark
 }
 LIGHT, DARK = ({name: pair[i] for name, pair in _COLORS.items()} for i in (0, 1))
 HUES = 7
-DASHES = ([1, 0], [6, 3], [2, 2], [9, 3, 2, 3])
-SHAPES = ("circle", "square", "triangle-up", "diamond")
+DASHES = ([1, 0], [6, 3], [2, 2], [9, 3, 2, 3], [12, 4])
+SHAPES = ("circle", "square", "triangle-up", "diamond", "triangle-down")
 
 # The most common variants have a hue of their own.
 _ROWS = (
@@ -72,7 +72,7 @@ def assign_styles(variants: Iterable[str]) -> dict[str, Style]:
     """Return the style of each variant; standard is gray.
 
     Of several ranks or groups of a variant, the first has the variant's own style. The others, and
-    variants from user files, take free styles in order; styles repeat after 28.
+    variants from user files, take free styles in order; styles repeat after 35.
     """
     names, slots = {*variants}, dict[str, int]()
     for name in sorted(names - {"standard"}, key=lambda name: (_slot(name), name)):
@@ -84,7 +84,8 @@ def assign_styles(variants: Iterable[str]) -> dict[str, Style]:
     styles = {"standard": Style("var(--c0)", DASHES[0], SHAPES[0])} if "standard" in names else {}
     for name, slot in slots.items():
         slot = next(free) if slot < 0 else slot
-        row = (slot // HUES + slot % HUES) % len(DASHES)  # neighbors differ in more than color
+        row, turns = slot // HUES, len(DASHES) - 1  # neighbors differ in more than color
+        row = (row + slot % HUES) % turns if row < turns else row
         styles[name] = Style(f"var(--c{1 + slot % HUES})", DASHES[row], SHAPES[row])
     return styles
 

@@ -194,7 +194,7 @@ def test_measure_reports_too_little_memory(qkablate):
             ["variant=low_rank_w", "variant.rank=129"],
             "variant.rank: 129 is above model.d_model=128",
         ),
-        (["variant=standard", "variant.rank=8"], "(used by: low_rank, collaborative)"),
+        (["variant=standard", "variant.rank=8"], "(used by: low_rank, collaborative, latent)"),
         (["variant=gqa", "variant.groups=3"], "variant.groups: 3 does not divide model.heads=4"),
         (["variant=gqa", "variant.qk=shared"], "shared keys are also the queries"),
         (["variant=tied_kv", "variant.qk=merged"], "the keys are x itself"),

@@ -40,7 +40,7 @@ def different(found):
 def test_built_in_variants_have_distinct_styles():
     found = assign_styles(OURS)
     assert sorted(found) == OURS
-    assert different(found) == len(OURS) == 28
+    assert different(found) == len(OURS) == 29
 
 
 def test_only_standard_is_gray():

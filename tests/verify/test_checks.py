@@ -15,6 +15,7 @@ from qkablate.attention import layer as layer_
 from qkablate.attention.kernels.dispatch import attend
 from qkablate.attention.modifiers import QKNorm, UnitKeys
 from qkablate.attention.ov.factored import FourOV, GroupedOV, MergedOV, SeparateOV
+from qkablate.attention.ov.latent import LatentOV
 from qkablate.attention.ov.unprojected import NoO, NoVO
 from qkablate.attention.qk.factored import (
     CollaborativeQK,
@@ -24,6 +25,7 @@ from qkablate.attention.qk.factored import (
     ReassociatedQK,
     SeparateQK,
 )
+from qkablate.attention.qk.latent import LatentQK
 from qkablate.attention.qk.merged import MergedQK, SymmetricQK
 from qkablate.attention.qk.shared import SharedQK, SymPairwise
 from qkablate.attention.qk.unprojected import NoK, NoQ, NoQK, Uniform
@@ -49,6 +51,7 @@ from qkablate.verify.check import (
 D, HEADS, LENGTH = 12, 3, 8
 X_BTD = random_stream(D, LENGTH, seed=0)
 Y_BSD = random_stream(D, LENGTH - 3, seed=0, name="source")
+LATENT = {"qk": "latent", "ov": "latent"}
 FIRST, PLACE_H11 = torch.tensor(0), torch.arange(HEADS).view(-1, 1, 1)
 NEGATIVE_E = torch.tensor([1, 1, 1, -1e-4])  # a diagonal between queries and keys
 
@@ -178,6 +181,8 @@ CASES = [  # check, layer, break
     ("M_h", {}, then((OV, "circuit", lambda m_HDD: m_HDD.flip(0)))),
     ("merged twin", {}, then((MergedQK, "queries", double))),
     ("merged twin", {}, then((MergedQK, "queries", double_gradient))),
+    ("latent", LATENT, then((LatentQK, "head_keys", double))),
+    ("latent", LATENT, then((LatentOV, "head_values", double_gradient))),
     ("rank", {}, then((Attention, "apply_modifiers", wider))),
     ("rank", BIAS, then((Attention, "apply_modifiers", one_wider))),
     ("symmetric part", {"qk": "merged"}, then((MergedQK, "circuit", triangle))),

@@ -162,6 +162,7 @@ def test_state_is_restored():
 # the first step lowers the loss by η 0.2 Σ √(larger side) · (sum of singular values). A square
 # random matrix has 0.85 of the sum that equal singular values would have, a narrow one nearly all.
 SPEEDS = {"merged": 0.9, "symmetric": 0.9, "four_matrix": 0.9, "wide": 0.8}
+SPEEDS["latent"] = 0.9
 
 
 @functools.cache
