@@ -10,7 +10,15 @@ from torch import Tensor, nn
 
 from qkablate.attention.kernels import choice
 from qkablate.attention.kernels.dispatch import attend, causal_mask
-from qkablate.attention.modifiers import NORMS, Alibi, QKNorm, Rope, UnitKeys, check_rope
+from qkablate.attention.modifiers import (
+    NORMS,
+    ROPE_THETA,
+    Alibi,
+    QKNorm,
+    Rope,
+    UnitKeys,
+    check_rope,
+)
 from qkablate.attention.ov import OV
 from qkablate.attention.qk import QK
 from qkablate.attention.spec import Spec, UnsupportedCombination, UnsupportedKernel
@@ -69,6 +77,7 @@ class Attention(nn.Module):
         norm: str = "none",
         mask_self: bool = False,
         position: str = "none",
+        rope_theta: float = ROPE_THETA,
         device: str = "cpu",
         precision: str = "fp32",
         gpu: choice.Gpu | None = None,
@@ -102,7 +111,7 @@ class Attention(nn.Module):
         self.rope = self.alibi = None
         if position == "rope":
             check_rope(self.qk)
-            self.rope = Rope(self.qk.width, spec.context or 0)
+            self.rope = Rope(self.qk.width, spec.context or 0, rope_theta)
         elif position == "alibi":
             self.alibi = Alibi(spec.heads, spec.context or 0)
         learned_bias = type(self.qk).score_bias is not QK.score_bias
