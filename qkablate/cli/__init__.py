@@ -25,6 +25,7 @@ VERBS = {
     "inspect": "measure circuits and attention of a run, head by head",
     "import": "take a published GPT-2 or Llama as a run",
     "project": "convert a trained run to another variant and fine-tune it",
+    "export": "write the weights of a run for transformers",
     "dashboard": "save the view of a sweep in Weights & Biases",
     "sync": "upload offline logs to Weights & Biases",
     "export-logs": "write logs for TensorBoard or MLflow",
