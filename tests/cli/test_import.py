@@ -31,7 +31,7 @@ def test_imported_run_is_projected_with_data_of_choice(qkablate, tmp_path, tiny)
     done = qkablate("project", "small", "variant=no_q", "finetune.steps=2", *words)
     assert done.code == 0, done.err
     assert "no_q from small-" in done.out
-    refused = qkablate("project", "small", "variant=no_q", "data=recall")
+    refused = qkablate("project", "small", "variant=no_q", "data=induction", "data.segment=4")
     assert_refused(refused, "256 tokens, and the data")
 
 
