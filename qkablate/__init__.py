@@ -10,6 +10,7 @@ if TYPE_CHECKING:
     from qkablate.analysis.comparison.summary import GapSummary
     from qkablate.analysis.study.study import Record, Study
     from qkablate.api.catalogue import Variant, variants
+    from qkablate.api.evaluate import Evaluation, evaluate
     from qkablate.api.read import gaps, load_curves, load_runs
     from qkablate.api.sweep import load_sweep, sweep
     from qkablate.api.train import train
@@ -18,11 +19,13 @@ if TYPE_CHECKING:
 __version__ = "0.1.0"
 
 __all__ = [
+    "Evaluation",
     "GapSummary",
     "Record",
     "Study",
     "UserError",
     "Variant",
+    "evaluate",
     "gaps",
     "load_curves",
     "load_runs",
@@ -36,6 +39,7 @@ _MODULES = {
     "GapSummary": "analysis.comparison.summary",
     **dict.fromkeys(("Record", "Study"), "analysis.study.study"),
     **dict.fromkeys(("Variant", "variants"), "api.catalogue"),
+    **dict.fromkeys(("Evaluation", "evaluate"), "api.evaluate"),
     **dict.fromkeys(("gaps", "load_curves", "load_runs"), "api.read"),
     **dict.fromkeys(("load_sweep", "sweep"), "api.sweep"),
     "train": "api.train",

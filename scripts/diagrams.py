@@ -63,6 +63,7 @@ QK_FACTS = {
     "static": Facts(REMOVED, REMOVED, between="table"),
     "uniform": Facts(REMOVED, REMOVED, between="0"),
     "reassociated": Facts(joined=True),
+    "latent": Facts(factors=("", "W_c"), notes=("", "from c")),
 }
 
 OV_FACTS = {
@@ -74,6 +75,7 @@ OV_FACTS = {
     "four": Facts(factors=("A_v", "")),
     "tied": Facts(first=TIED),
     "grouped": Facts(notes=("g groups", "")),
+    "latent": Facts(factors=("W_c", ""), notes=("from c", "")),
 }
 
 _Q, _K, _V = 36, 90, 156  # heights of the three branches

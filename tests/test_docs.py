@@ -16,7 +16,7 @@ from reference import pages
 
 from qkablate.attention import OV_CIRCUITS, QK_CIRCUITS
 from qkablate.cli import VERBS, load_verb
-from qkablate.cli.arguments import run_and_keys
+from qkablate.cli.arguments import runs_and_keys
 from qkablate.compose.configs import compose_jobs, open_hydra
 from qkablate.compose.grid import read_request
 from qkablate.compose.words import is_group
@@ -66,10 +66,10 @@ def check_command(words: list[str]) -> None:
     elif verb == "ls":
         for word in keys:
             load_verb("ls").parse_filter(word)
-    elif verb in ("sample", "inspect"):
-        run_and_keys(words, load_verb(verb).KEYS, verb)
     elif verb in ("import", "export"):
         assert {key.partition("=")[0] for key in keys} <= {*load_verb(verb).KEYS}
+    elif verb in ("sample", "inspect", "eval"):
+        runs_and_keys(words, load_verb(verb).KEYS)
     else:
         for name in (key.partition("=")[0] for key in keys):
             known = is_key(name) or is_group(name)

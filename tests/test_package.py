@@ -93,7 +93,7 @@ def workspace(tmp_path_factory) -> Callable[..., Path]:
 
     def make(name: str, *commands: list[str]) -> Path:
         if name not in folders:
-            folder = folders[name] = tmp_path_factory.mktemp(name)
+            folder = folders[name] = tmp_path_factory.mktemp(Path(name).name)
             for words in commands:
                 with pytest.raises(SystemExit) as exit_:
                     main([*words, f"out={folder / 'outputs'}"])
@@ -158,6 +158,8 @@ def prepared(workspace, tiny, monkeypatch, tmp_path) -> Callable[[list[str]], No
             steps = ["train.steps=3", "data.test_tokens=512", "tracking.wandb=disabled"]
             train = ["train", "model=nano_translator", *data, *steps]
             folder = workspace(f"translator-{len(data)}", train)
+        elif verb == "eval":  # each with its own cache
+            folder = workspace(str(tmp_path), ["train", f"variant={names[0]}", *tiny])
         elif verb in ("sample", "inspect"):
             folder = workspace(names[0], ["train", f"variant={names[0]}", *tiny])
         elif verb in ("status", "results", "report", "sync", "dashboard"):
@@ -202,6 +204,9 @@ def test_commands_of_the_docs_work(
     if words[0] == "dashboard":
         pytest.importorskip("wandb_workspaces")
         words = [*words, "--spec"]
+    if words[0] == "eval":
+        words = [word.replace("book.txt", f"{tmp_path}/book.txt") for word in words]
+        words += [word for word in tiny if word.startswith("data.cache=")]
     if words[0] == "project":
         words = [word.replace("-d128-h4-", "-d16-h2-") for word in words]
         # The location of the data is not read from the run's folder.

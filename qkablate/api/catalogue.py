@@ -45,8 +45,7 @@ def _describe(name: str, entry: dict[str, Any]) -> Variant:
     layer = make_attention(model, variant)
     removes = [part for part in (layer.qk.removes, layer.ov.removes) if part]
     # Parts that are those of standard are not mentioned.
-    changed = [part for part in (layer.qk, layer.norm, layer.ov) if part is not None]
-    changed = [p for p in changed if type(p) not in (SeparateQK, SeparateOV)] or [layer.qk]
+    changed = [p for p in layer.parts if type(p) not in (SeparateQK, SeparateOV)] or [layer.qk]
     equations = [part.equation for part in changed] if name != "standard" else [layer.equation]
     equations += ["no token attends to itself"] if layer.mask_self else []
     groups = entry.get("groups")

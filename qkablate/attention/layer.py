@@ -3,7 +3,7 @@
 import dataclasses
 import math
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import torch
 from torch import Tensor, nn
@@ -16,12 +16,15 @@ from qkablate.attention.modifiers import (
     Alibi,
     QKNorm,
     Rope,
+    RopeDims,
     UnitKeys,
     check_rope,
 )
 from qkablate.attention.ov import OV
+from qkablate.attention.ov.latent import LatentOV
 from qkablate.attention.qk import QK
-from qkablate.attention.spec import Spec, UnsupportedCombination, UnsupportedKernel
+from qkablate.attention.qk.latent import LatentQK
+from qkablate.attention.spec import Circuit, Spec, UnsupportedCombination, UnsupportedKernel
 
 MATCHES = ("none", "spread", "exact")
 # With a cache there are few queries against many keys, which "blocked" is not made for.
@@ -108,8 +111,15 @@ class Attention(nn.Module):
             self.norm = (QKNorm if norm == "qk" else UnitKeys)(spec, self.qk)
         self.mask_self, self.position, self.dropout = mask_self, position, dropout
         self.scale = (self.norm or self.qk).scale
-        self.rope = self.alibi = None
-        if position == "rope":
+        # Keys and values of the heads from a latent stream; a norm is of that stream.
+        self.latent_qk = self.qk if isinstance(self.qk, LatentQK) and norm == "none" else None
+        self.latent_ov = self.ov if isinstance(self.ov, LatentOV) and self.latent_qk else None
+        self.rope = self.rope_dims = self.alibi = None
+        if position == "rope" and spec.rope_dims:
+            self.rope_dims = RopeDims(spec, self.qk, self.scale)
+            self.scale = self.rope_dims.scale
+            self.rope = Rope(spec.rope_dims, spec.context or 0, rope_theta)
+        elif position == "rope":
             check_rope(self.qk)
             self.rope = Rope(self.qk.width, spec.context or 0, rope_theta)
         elif position == "alibi":
@@ -117,10 +127,10 @@ class Attention(nn.Module):
         learned_bias = type(self.qk).score_bias is not QK.score_bias
         shapes = choice.Shapes(
             heads=spec.heads,
-            key_heads=self.qk.key_heads,
-            value_heads=self.ov.value_heads,
-            width=self.qk.width,
-            value_width=self.ov.width,
+            key_heads=spec.heads if self.latent_qk else self.qk.key_heads,
+            value_heads=spec.heads if self.latent_ov else self.ov.value_heads,
+            width=self.width,
+            value_width=self.value_width,
             device=device,
             precision=precision,
             gpu=gpu,
@@ -151,10 +161,15 @@ class Attention(nn.Module):
         is that of all positions so far.
         """
         is_self, first, kernel = y_BSD is None, 0, self.kernel
+        write: Callable[[Tensor], Tensor] = self.ov.write
         x_BTD, y_BSD = _streams(x_BTD, y_BSD, key_mask_BS)
+        rotated = None if self.rope_dims is None else self._rotated(x_BTD, y_BSD, cache)
         if isinstance(cache, SourceCache):
             q_BHTE = self.qk.queries(x_BTD)
             k_BGSE, v_BGSV = self._from_source(y_BSD, cache)
+        elif cache is None and self.latent_qk is not None:
+            q_BHTE, k_BGSE, v_BGSV = self._by_head(x_BTD, y_BSD)
+            write = self.ov.write if self.latent_ov is None else self.latent_ov.write_heads
         else:
             q_BHTE, k_BGSE = self.qk(x_BTD, y_BSD)
             if cache is None:
@@ -165,7 +180,7 @@ class Attention(nn.Module):
             first = cache.length
             cache.length += x_BTD.shape[1]
             kernel = _DECODING_KERNELS.get(kernel, "math")
-        q_BHTE, k_BGSE = self.apply_modifiers(q_BHTE, k_BGSE, first)
+        q_BHTE, k_BGSE = self.apply_modifiers(q_BHTE, k_BGSE, first, rotated)
         o_BHTV = attend(
             q_BHTE,
             k_BGSE,
@@ -177,17 +192,51 @@ class Attention(nn.Module):
             key_mask_BS=key_mask_BS,
             dropout=self.dropout if self.training else 0.0,
         )
-        return self.ov.write(o_BHTV)
+        return write(o_BHTV)
 
     def apply_modifiers(
-        self, q_BHTE: Tensor, k_BGSE: Tensor, first: int = 0
+        self,
+        q_BHTE: Tensor,
+        k_BGSE: Tensor,
+        first: int = 0,
+        rotated: tuple[Tensor, Tensor] | None = None,
     ) -> tuple[Tensor, Tensor]:
-        """Return normalized and rotated queries and keys; the first query has position `first`."""
+        """Return normalized and rotated queries and keys; the first query has position `first`.
+
+        Queries and keys to be rotated beside those of the circuit are given as `rotated`.
+        """
         if self.norm is not None:
             q_BHTE, k_BGSE = self.norm(q_BHTE, k_BGSE)
-        if self.rope is not None:
+        if self.rope is not None and rotated is not None:
+            q_BHTP, k_B1SP = self.rope(rotated[0], first), self.rope(rotated[1])
+            q_BHTE = torch.cat([q_BHTE, q_BHTP], -1)
+            k_BGSE = torch.cat([k_BGSE, k_B1SP.expand(-1, k_BGSE.shape[1], -1, -1)], -1)
+        elif self.rope is not None:
             q_BHTE, k_BGSE = self.rope(q_BHTE, first), self.rope(k_BGSE)
         return q_BHTE, k_BGSE
+
+    def queries_and_keys(self, x_BTD: Tensor, y_BSD: Tensor) -> tuple[Tensor, Tensor]:
+        """Return the queries and keys whose product times `scale` is the scores, for inspection."""
+        rotated = None if self.rope_dims is None else self._rotated(x_BTD, y_BSD)
+        q_BHTE, k_BGSE = self.qk(x_BTD, y_BSD)
+        return self.apply_modifiers(q_BHTE, k_BGSE, rotated=rotated)
+
+    def _rotated(
+        self, x_BTD: Tensor, y_BSD: Tensor, cache: Cache | None = None
+    ) -> tuple[Tensor, Tensor]:
+        """Return queries and keys of the dimensions that are rotated beside the circuit's."""
+        assert self.rope_dims is not None
+        k_B1SP = self.rope_dims.keys(y_BSD)
+        k_B1SP = k_B1SP if cache is None else cache.append("rope", k_B1SP)
+        return self.rope_dims.queries(x_BTD), k_B1SP
+
+    def _by_head(self, x_BTD: Tensor, y_BSD: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Return queries, keys and values by head, where those of the circuits are latent."""
+        assert self.latent_qk is not None
+        q_BHTK, c_B1SR = self.latent_qk.head_queries(x_BTD), self.qk.keys(y_BSD)
+        v_BGSV = self.ov.values(y_BSD, c_B1SR)
+        v_BGSV = v_BGSV if self.latent_ov is None else self.latent_ov.head_values(v_BGSV)
+        return q_BHTK, self.latent_qk.head_keys(c_B1SR), v_BGSV
 
     def weights(
         self,
@@ -234,7 +283,7 @@ class Attention(nn.Module):
     ) -> tuple[Tensor, Tensor, Tensor | None]:
         """Return queries, keys and the bias of their scores."""
         x_BTD, keys_BSD = _streams(x_BTD, y_BSD, key_mask_BS)
-        q_BHTE, k_BGSE = self.apply_modifiers(*self.qk(x_BTD, keys_BSD))
+        q_BHTE, k_BGSE = self.queries_and_keys(x_BTD, keys_BSD)
         bias = self._score_bias(q_BHTE, 0, keys_BSD.shape[1], causal, y_BSD is None, key_mask_BS)
         return q_BHTE, k_BGSE, bias
 
@@ -270,7 +319,7 @@ class Attention(nn.Module):
         v_BGSV = self.ov.values(y_BSD, k_BGSE) if self.ov.cached == "v" else None
         if "x" in (self.qk.cached, self.ov.cached):
             y_BSD = cache.append("x", y_BSD)
-        if self.qk.cached == "k":
+        if self.qk.cached in ("k", "c"):
             k_BGSE = cache.append("k", k_BGSE)
         elif self.qk.cached == "x":
             k_BGSE = self.qk.keys(y_BSD)
@@ -286,19 +335,37 @@ class Attention(nn.Module):
         kept = cache.tensors
         k_BGSE = kept["k"] if "k" in kept else self.qk.keys(y_BSD)
         v_BGSV = kept["v"] if "v" in kept else self.ov.values(y_BSD, k_BGSE)
-        if self.qk.cached == "k":
+        if self.qk.cached in ("k", "c"):
             kept["k"] = k_BGSE
         if self.ov.cached == "v":
             kept["v"] = v_BGSV
         return k_BGSE, v_BGSV
 
     @property
+    def width(self) -> int:
+        """Width of the product of queries and keys, as computed where nothing is cached."""
+        width = self.qk.width if self.latent_qk is None else self.qk.spec.d_head
+        return width + (self.rope_dims.width if self.rope_dims else 0)
+
+    @property
+    def value_width(self) -> int:
+        """Width of the values, as computed where nothing is cached."""
+        return self.ov.width if self.latent_ov is None else self.ov.spec.d_head
+
+    @property
+    def parts(self) -> list[Circuit]:
+        """The circuits and modifiers that have parameters or an equation."""
+        parts = (self.qk, self.norm, self.rope_dims, self.ov)
+        return [part for part in parts if part is not None]
+
+    @property
     def cached_per_token(self) -> int:
         """Number of values that a decoder caches per token."""
         qk, ov = self.qk, self.ov
-        sizes = {"x": qk.spec.d_keys, "k": qk.key_heads * qk.width, "": 0}
+        keys, rotated = qk.key_heads * qk.width, self.rope_dims.width if self.rope_dims else 0
+        sizes = {"x": qk.spec.d_keys, "k": keys, "c": keys, "": 0}
         sizes["v"] = ov.value_heads * ov.width
-        return sum(sizes[name] for name in {qk.cached, ov.cached})
+        return rotated + sum(sizes[name] for name in {qk.cached, ov.cached})
 
     @property
     def no_circuit_reason(self) -> str:
@@ -312,14 +379,14 @@ class Attention(nn.Module):
     @property
     def equation(self) -> str:
         """The equation of the layer, in one line."""
-        parts = [self.qk.equation, self.norm.equation if self.norm else ""]
-        parts += ["no token attends to itself" if self.mask_self else "", self.ov.equation]
+        parts = [part.equation for part in self.parts]
+        parts.insert(-1, "no token attends to itself" if self.mask_self else "")
         return "; ".join(part for part in parts if part)
 
     @property
     def params(self) -> str:
         """Formula of the number of parameters without biases; empty if a circuit has none."""
-        parts = [part.params for part in (self.qk, self.ov, self.norm) if part is not None]
+        parts = [part.params for part in (self.qk, self.ov, self.norm, self.rope_dims) if part]
         counts: Counter[str] = Counter()
         spec = self.qk.spec
         same = {"e²": "d²", "d e": "d²", "e": "d"} if spec.d_keys == spec.d_model else {}
@@ -339,8 +406,9 @@ class Attention(nn.Module):
         only_masked_differ = qk == "none" and self.qk.only_diagonal_differs
         if self.mask_self and (only_masked_differ or qk == "exact"):
             qk = "spread"
-        if self.norm is not None:
-            qk = min(qk, self.norm.match, key=MATCHES.index)
+        for modifier in (self.norm, self.rope_dims):
+            if modifier is not None:
+                qk = min(qk, modifier.match, key=MATCHES.index)
         return min(qk, self.ov.match, key=MATCHES.index)
 
     @property
@@ -367,8 +435,7 @@ class Attention(nn.Module):
 
     def lr_multipliers(self, power: float = 1.0) -> dict[str, float]:
         """Return the matched multipliers of the matrices of each circuit, to a power."""
-        norm_scale = self.norm.lr_scale if self.norm else 1.0
-        own = {"qk": self.qk.lr_multiplier * norm_scale, "ov": self.ov.lr_multiplier}
+        own = {"qk": self.qk.lr_multiplier * self._lr_scale, "ov": self.ov.lr_multiplier}
         return {name: multiplier**power for name, multiplier in own.items()}
 
     def rates(self, power: float = 1.0) -> Iterator[tuple[nn.Parameter, float, float]]:
@@ -376,7 +443,7 @@ class Attention(nn.Module):
 
         The multipliers are the matched ones to a power, that of `lr_power`. Vectors do not decay.
         """
-        for circuit, scale in ((self.qk, self.norm.lr_scale if self.norm else 1.0), (self.ov, 1.0)):
+        for circuit, scale in ((self.qk, self._lr_scale), (self.ov, 1.0)):
             for parameter in circuit.parameters():
                 if parameter.dim() >= 2:
                     yield parameter, (scale * circuit.lr_multiplier) ** power, circuit.decay
@@ -384,6 +451,15 @@ class Attention(nn.Module):
                     yield parameter, (scale * circuit.bias_lr_multiplier) ** power, 0.0
         if self.norm is not None:
             yield from ((gain, 1.0, 0.0) for gain in self.norm.parameters())
+        if (rotated := self.rope_dims) is not None:
+            rate = rotated.lr_multiplier**power
+            yield from ((matrix, rate, rotated.decay) for matrix in rotated.parameters())
+
+    @property
+    def _lr_scale(self) -> float:
+        """Factor of norm and rotated dimensions on the multipliers of the QK circuit."""
+        scale = self.norm.lr_scale if self.norm else 1.0
+        return scale * (self.rope_dims.lr_scale if self.rope_dims else 1.0)
 
 
 def _streams(

@@ -8,6 +8,7 @@ from torch import Tensor, nn
 
 from qkablate.attention.qk import QK
 from qkablate.attention.spec import Circuit, Spec, UnsupportedCombination
+from qkablate.attention.tensors import empty_matrix, map_to_heads
 
 NORMS = ("none", "qk", "unit_keys")
 ROPE_THETA = 10000.0  # of Su et al.
@@ -69,6 +70,48 @@ class UnitKeys(Circuit):
 
     def forward(self, q_BHTE: Tensor, k_BGSE: Tensor) -> tuple[Tensor, Tensor]:
         return q_BHTE, nn.functional.normalize(k_BGSE, dim=-1).type_as(k_BGSE)
+
+
+class RopeDims(Circuit):
+    """Rotated dimensions beside those of the circuit (decoupled RoPE, DeepSeek-V2, 2024).
+
+    Each head has queries x W_q of width p and all heads share the keys y W_k; both are rotated. The
+    scores are scale · (x_iᵀ B_h x_j) with √(k/(k + p)) of the circuit's scale, plus those of the
+    rotated dimensions with 1/√(k + p), so that their sum has standard's spread. This is another
+    model than standard attention with RoPE, which rotates the queries and keys of the circuit.
+    """
+
+    equation = "+ x_i W_qr R(j − i) (x_j W_kr)ᵀ of p rotated dimensions"
+    source = "DeepSeek-V2 2024"
+    params = "d h p + e p"
+    match = "spread"
+
+    def __init__(self, spec: Spec, qk: QK, scale: float) -> None:
+        super().__init__(spec)
+        if not qk.width:
+            raise UnsupportedCombination("there are no queries and keys to add dimensions to")
+        self.width, heads, d_head = spec.rope_dims, spec.heads, spec.d_head
+        assert self.width % 2 == 0
+        self.w_q = empty_matrix(spec.d_model, heads * self.width)
+        self.w_k = empty_matrix(spec.d_keys, self.width)
+        share = math.sqrt(d_head / (d_head + self.width))
+        self.scale = share * scale
+        self.query_factor = 1 / (self.scale * math.sqrt(d_head + self.width))
+        # The gradient of the shared W_k sums over the heads.
+        more = self.width / d_head * (1 + spec.key_speed / math.sqrt(heads))
+        self.lr_scale = (1 + spec.key_speed) / (share * (1 + spec.key_speed + more))
+        self.lr_multiplier = self.lr_scale
+
+    def head_count(self, name: str) -> int:
+        return 1 if name == "w_k" else self.spec.heads
+
+    def queries(self, x_BTD: Tensor) -> Tensor:
+        """Return q_BHTP before the rotation."""
+        return map_to_heads(x_BTD, self.w_q, None, self.spec.heads) * self.query_factor
+
+    def keys(self, y_BSD: Tensor) -> Tensor:
+        """Return k_B1SP before the rotation."""
+        return map_to_heads(y_BSD, self.w_k, None, 1)
 
 
 class PositionTable(nn.Module):
@@ -166,7 +209,8 @@ def _biases(heads: int, length: int) -> Tensor:
 def check_rope(qk: QK) -> None:
     """Raise UnsupportedCombination where queries and keys cannot be rotated."""
     if qk.no_rope_reason:
-        raise UnsupportedCombination(f"model.position=rope: {qk.no_rope_reason}")
+        instead = "; or rotate dimensions of their own, by variant.rope_dims" if qk.width else ""
+        raise UnsupportedCombination(f"model.position=rope: {qk.no_rope_reason}{instead}")
     if qk.width % 2:
         raise UnsupportedCombination(
             f"model.position=rope rotates pairs of dimensions, but queries are {qk.width} wide, an"

@@ -25,6 +25,7 @@ class Spec:
     symmetric: bool = False  # W_q starts as a copy of W_k (Saponati et al., 2025)
     rank: int | None = None  # width of the score product, where a circuit lets it vary
     groups: int | None = None  # number of key and value heads, where heads share them
+    rope_dims: int = 0  # width of rotated queries and keys beside those of the circuit
     context: int | None = None  # longest sequence, where a circuit has a table of positions
     source: int | None = None  # the same of the keys' stream in cross-attention; None: one stream
     causal: bool = True  # no query sees later keys
@@ -114,8 +115,8 @@ class Circuit(nn.Module):
     removes: ClassVar[str] = ""  # of the matrices of the standard variant
     source: ClassVar[str] = ""  # paper or discussion
     # Parameters without biases, in d (d_model), e (width of the keys' stream), h (heads), k (d_head
-    # = d/h), r (rank), g (groups), T (context) and S (source). Shown to users and evaluated by
-    # `count_params`.
+    # = d/h), r (rank), g (groups), p (rope_dims), T (context) and S (source). Shown to users and
+    # evaluated by `count_params`.
     params: str = ""
     uses: ClassVar[tuple[str, ...]] = ()  # which of rank, groups it reads from the spec
     factors = 2  # matrices in the product; weight decay acts on each of them
@@ -187,9 +188,9 @@ class Circuit(nn.Module):
         return sum(2 * p.numel() for p in self.parameters() if p.dim() == 2)
 
     def flops_per_key(self) -> int:
-        """Return those of a token that is only a key: of the matrices named w_k, a_k, w_v, a_v."""
+        """Return those of a token that is only a key: of the matrices w_c, w_k, a_k, w_v, a_v."""
         matrices = ((name, p) for name, p in self.named_parameters() if p.dim() == 2)
-        return sum(2 * p.numel() for name, p in matrices if name.endswith(("_k", "_v")))
+        return sum(2 * p.numel() for name, p in matrices if name.endswith(("_c", "_k", "_v")))
 
     def flops_per_query(self) -> int:
         """Return those of a token that is only a query."""
@@ -204,6 +205,7 @@ class Circuit(nn.Module):
         spec = self.spec
         sizes = {"d": spec.d_model, "e": spec.d_keys, "h": spec.heads, "k": spec.d_head}
         sizes |= {"r": spec.rank or 0, "g": spec.groups or 0, "T": spec.context or 0}
+        sizes["p"] = spec.rope_dims
         sizes["S"] = spec.source or sizes["T"]
         code = re.sub(r"(?<=[\w²)]) (?=[\w(])", " * ", self.params).replace("²", "**2")
         return int(eval(code, {"__builtins__": {}}, sizes))

@@ -234,6 +234,15 @@ def run_and_keys(
     words: Iterable[str], keys: Collection[str], usage: str
 ) -> tuple[str, dict[str, str]]:
     """Return the one run and the values of `keys` that a command names."""
+    runs, values = runs_and_keys(words, keys)
+    if len(runs) != 1:
+        count = f"{len(runs)} runs given ({', '.join(runs)})" if runs else "no run given"
+        raise UserError(f"{count}: write qkablate {usage}")
+    return runs[0], values
+
+
+def runs_and_keys(words: Iterable[str], keys: Collection[str]) -> tuple[list[str], dict[str, str]]:
+    """Return the runs and the values of `keys` that a command names."""
     runs, pairs = split_runs(words)
     values: dict[str, str] = {}
     for pair in pairs:
@@ -245,10 +254,7 @@ def run_and_keys(
         if not value:
             raise UserError(f"{key}: is empty; leave it out for the default")
         values[key] = value
-    if len(runs) != 1:
-        count = f"{len(runs)} runs given ({', '.join(runs)})" if runs else "no run given"
-        raise UserError(f"{count}: write qkablate {usage}")
-    return runs[0], values
+    return runs, values
 
 
 def restore_run(run: str, values: Mapping[str, str], step: int | None = None) -> "RestoredRun":

@@ -42,6 +42,12 @@ class VariantConfig:
         "groups of heads that share keys and values; auto: the most below heads",
         bounds=(1, 2**20),
     )
+    rope_dims: int | None = variant_key(
+        None,
+        "with model.position=rope: dimensions of their own that are rotated, in place of those of"
+        " the circuit; null: half of d_head for qk=latent, else none",
+        bounds=(2, 2**20),
+    )
     init: str = training_key(
         "matched",
         "matched: scores start as large as standard's; naive: default initialization;"

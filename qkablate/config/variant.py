@@ -1,7 +1,8 @@
-"""The catalogue of variants, and the resolved rank, groups and name of one."""
+"""The catalogue of variants, and the resolved rank, groups, rope_dims and name of one."""
 
 import dataclasses
 import functools
+import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -13,9 +14,12 @@ from qkablate.errors import ImpossibleConfig, UserError, nearest_hint
 RANKS: dict[str, Callable[[int, int], int]] = {
     "low_rank": lambda width, heads: max(1, width // heads // 2),
     "collaborative": lambda width, heads: max(1, width // 4),
+    "latent": lambda width, heads: max(1, width // 4),
 }
 GROUPED = ("grouped",)
 _USED_BY = {"rank": RANKS, "groups": GROUPED}
+# Sizes of a variant beside the model's, and what they are called in its name.
+SIZES = {"rank": "r", "groups": "g", "rope_dims": "rope"}
 # Where a model of each form has attention layers, in the order of computation.
 SITES = {
     "decoder": ("decoder",),
@@ -77,7 +81,7 @@ def _narrowest(variant: VariantConfig, model: ModelConfig) -> int:
 
 
 def check_variant(variant: VariantConfig, model: ModelConfig) -> None:
-    """Check rank and groups against the model's size, and that the circuits use them."""
+    """Check rank, groups and rope_dims against the model, and that the circuits use them."""
     if variant.mask_self and variant_sites(variant, model) == ("cross",):
         raise ImpossibleConfig(
             "variant.sites: cross-attention has no self to mask; choose encoder or decoder"
@@ -93,6 +97,16 @@ def check_variant(variant: VariantConfig, model: ModelConfig) -> None:
         raise ImpossibleConfig(
             f"variant.groups: {variant.groups} does not divide model.heads={model.heads}"
             f" (allowed: {list_divisors(model.heads)})"
+        )
+    if variant.rope_dims is not None and model.position != "rope":
+        raise ImpossibleConfig(
+            f"variant.rope_dims: {variant.rope_dims} dimensions to rotate need model.position=rope,"
+            f" not {model.position}"
+        )
+    if variant.rope_dims is not None and variant.rope_dims % 2:
+        raise ImpossibleConfig(
+            f"variant.rope_dims: {variant.rope_dims} is odd, but rope rotates pairs of dimensions"
+            f" (nearest: {variant.rope_dims - 1}, {variant.rope_dims + 1})"
         )
     known = {entry[side] for entry in variants().values() for side in ("qk", "ov")}
     if variant.file is not None or not {variant.qk, variant.ov} <= known:
@@ -112,7 +126,7 @@ def describe_unused(variant: VariantConfig, key: str) -> str:
 
 
 def resolve_variant(variant: VariantConfig, model: ModelConfig) -> VariantConfig:
-    """Resolve rank and groups where the circuits use them (else null), lr=2 to 2.0; and name it.
+    """Resolve rank, groups, rope_dims where they are used (else null), lr=2 to 2.0; and name it.
 
     Sites that are all of the model's, and those of standard, are `all`.
     """
@@ -123,10 +137,14 @@ def resolve_variant(variant: VariantConfig, model: ModelConfig) -> VariantConfig
     if groups is None and {variant.qk, variant.ov} & {*GROUPED}:
         divisors = [g for g in range(1, model.heads // 2 + 1) if model.heads % g == 0]
         groups = max(divisors, default=1)
+    rope_dims = variant.rope_dims
+    if rope_dims is None and variant.qk == "latent" and model.position == "rope":
+        rope_dims = max(1, model.d_model // model.heads // 4) * 2
     lr = variant.lr if isinstance(variant.lr, str) else float(variant.lr)
     sites, is_standard = variant_sites(variant, model), is_standard_attention(variant)
     words = "all" if is_standard or sites == SITES[model.form] else "+".join(sites)
     variant = dataclasses.replace(variant, rank=rank, groups=groups, lr=lr, sites=words)
+    variant = dataclasses.replace(variant, rope_dims=rope_dims)
     return dataclasses.replace(variant, name=variant_name(variant))
 
 
@@ -152,8 +170,8 @@ def variant_name(variant: VariantConfig) -> str:
     name = max(known, key=lambda name: (len(known[name]), name == variant.name), default="")
     entry = known.get(name, {})
     numbers = "".join(
-        f"_{key[0]}{values[key]}"
-        for key in ("rank", "groups")
+        f"_{short}{values[key]}"
+        for key, short in SIZES.items()
         if values[key] is not None and key not in entry
     )
     numbers += sites_suffix(variant.sites)
@@ -172,6 +190,11 @@ def variant_name(variant: VariantConfig) -> str:
 def sites_suffix(sites: str) -> str:
     """Return what resolved sites add to a variant's name: _encoder_cross; '' for all."""
     return "" if sites == "all" else "_" + sites.replace("+", "_")
+
+
+def without_sizes(name: str) -> str:
+    """Return the name of a variant without the numbers that it leaves open."""
+    return re.sub(rf"(_({'|'.join(SIZES.values())})\d+)+$", "", name)
 
 
 @functools.cache

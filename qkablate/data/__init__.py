@@ -14,6 +14,7 @@ from qkablate.data.pairs.tagged import TaggedSentences
 from qkablate.data.tasks import PAIR_TASKS, TASKS, Task
 from qkablate.data.tasks.base import TaskBatches
 from qkablate.data.text.masked import MaskedText, RandomMaskedWindows, masked_fingerprint
+from qkablate.data.tokenizers import Tokenizer
 from qkablate.errors import ImpossibleConfig
 
 __all__ = [
@@ -41,12 +42,15 @@ Data = Corpus | MaskedText | Pairs | Task
 TrainingBatches = RandomWindows | RandomMaskedWindows | RandomPairs | TaskBatches
 
 
-def open_data(config: DataConfig, model: ModelConfig) -> Data:
-    """Return the data of a run, preparing it if needed; UserError where that is impossible."""
+def open_data(config: DataConfig, model: ModelConfig, tokenizer: Tokenizer | None = None) -> Data:
+    """Return the data of a run, preparing it if needed; UserError where that is impossible.
+
+    With a `tokenizer` that another text has made, a text is prepared for a run on that one.
+    """
     if config.source in TASKS:
         return open_task(config, model)
     _check_form(config, model)
-    return _read_corpus(open_corpus(config), config, model)
+    return _read_corpus(open_corpus(config, tokenizer), config, model)
 
 
 def find_data(config: DataConfig, model: ModelConfig, fingerprint: str) -> Data | None:

@@ -19,6 +19,7 @@ IGNORE = -100  # a target that does not count
 # any vocabulary, and a source says where it ends without lengths or a mask beside it.
 PAD = -1
 DOCUMENT = "document"  # the slice of the answers of each document of a text
+MAX_DOCUMENT_GROUPS = 1000
 
 
 class Batch(NamedTuple):
@@ -79,6 +80,11 @@ def evenly_spaced(count: int, below: int) -> np.ndarray:
     """Return `count` evenly spaced integers below `below`, or all of them."""
     count = min(count, below)
     return (2 * np.arange(count, dtype=np.int64) + 1) * below // (2 * max(1, count))
+
+
+def group_neighbors(count: int) -> np.ndarray:
+    """Return the group of each of some documents: of very many, neighbors are counted as one."""
+    return np.arange(count) * min(count, MAX_DOCUMENT_GROUPS) // count
 
 
 def sequential_batches(

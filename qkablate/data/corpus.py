@@ -23,18 +23,23 @@ import numpy as np
 from qkablate.config import DataConfig
 from qkablate.config.data import HELD_OUT_SPLITS, PAIRS_OF_FILES, PREPARED_SOURCES, SPLITS
 from qkablate.data import hub, sources
-from qkablate.data.batches import Batch, RandomWindows, sequential_batches, spread_windows
+from qkablate.data.batches import (
+    Batch,
+    RandomWindows,
+    group_neighbors,
+    sequential_batches,
+    spread_windows,
+)
 from qkablate.data.eval_metrics import EvalMetrics
 from qkablate.data.prepare import CorpusManifest, open_source, prepare, read_manifest
 from qkablate.data.progress import Progress
-from qkablate.data.tokenizers import load_tokenizer
+from qkablate.data.tokenizers import Tokenizer, load_tokenizer
 from qkablate.disk import hash_file, hold_lock, make_folder, read_file, sync_folder, write_synced
 from qkablate.errors import ImpossibleConfig, UserError
 from qkablate.strict_json import hash_json, parse_json
 
 FORMAT = 1  # raised when the same text would be prepared into other tokens
 _LAYOUT = 4  # raised when the prepared folder has other files
-MAX_DOCUMENT_GROUPS = 1000
 
 
 class Corpus:
@@ -78,13 +83,23 @@ class Corpus:
         return RandomWindows(self.split("train"), seed, batch_size, grad_accum, context)
 
     def split_batches(
-        self, split: str, *, batch_size: int, context: int, limit: int | None = None
+        self,
+        split: str,
+        *,
+        batch_size: int,
+        context: int,
+        limit: int | None = None,
+        by_document: bool = False,
     ) -> Iterator[Batch]:
         """Yield a whole split, or some `limit` tokens spread over it.
 
         Of the training split, as much as the validation split has is read at most. Of the test
-        split the beginning is read, and its answers are counted by document.
+        split the beginning is read, and its answers are counted by document; `by_document`, those
+        of validation are, too, also of a single document.
         """
+        groups = self.document_groups(split) if by_document or split == "test" else None
+        if by_document and groups is None:
+            groups = np.zeros(self.tokens[split], np.int64)
         end = self.tokens["val"] if split == "train" else None
         if split == "test":
             end, limit = self.test_tokens(limit), None
@@ -93,7 +108,7 @@ class Corpus:
             batch_size=batch_size,
             context=context,
             limit=limit,
-            groups=self.document_groups(split) if split == "test" else None,
+            groups=groups,
         )
 
     def test_tokens(self, limit: int | None) -> int:
@@ -153,14 +168,17 @@ class Corpus:
         return loss / float(np.log(2)) * tokens / size
 
 
-def group_neighbors(count: int) -> np.ndarray:
-    """Return the group of each of some documents: of very many, neighbors are counted as one."""
-    return np.arange(count) * min(count, MAX_DOCUMENT_GROUPS) // count
+def open_corpus(config: DataConfig, tokenizer: Tokenizer | None = None) -> Corpus:
+    """Return the prepared corpus, preparing it first if needed.
 
-
-def open_corpus(config: DataConfig) -> Corpus:
-    """Return the prepared corpus, preparing it first if needed."""
+    A given `tokenizer` takes the place of one that would be made from the text.
+    """
     folder = prepared_folder(config)
+    if tokenizer is not None:
+        if is_prepared(config) and (own := load_corpus(folder)).tokenizer == tokenizer.describe():
+            return own
+        key = hash_json([folder.name, tokenizer.describe()])[:12]
+        folder = folder.with_name(f"{config.source}-{config.tokenizer}-{key}")
     cache = folder.parent
     try:
         if not (folder / "manifest.json").is_file():
@@ -168,7 +186,7 @@ def open_corpus(config: DataConfig) -> Corpus:
             other = f"another process that is preparing {config.source}"
             with hold_lock(folder.with_suffix(".lock"), waits_for=other):
                 if not (folder / "manifest.json").is_file():
-                    _prepare(config, folder)
+                    _prepare(config, folder, tokenizer)
     except OSError as error:
         reason = error.strerror or error
         raise UserError(f"data.cache: cannot write in '{cache}': {reason}") from None
@@ -272,25 +290,25 @@ def find_corpus(
     return None
 
 
-def _prepare(config: DataConfig, folder: Path) -> None:
+def _prepare(config: DataConfig, folder: Path, tokenizer: Tokenizer | None) -> None:
     temporary = folder.with_suffix(".tmp")
     for interrupted in (folder, temporary):
         shutil.rmtree(interrupted, ignore_errors=True)
     temporary.mkdir()
     progress = Progress(f"data={config.source}")
     try:
-        entries = prepare(config, temporary, progress)
-        tokenizer = entries.pop("tokenizer")
-        identity = {"format": FORMAT, "tokenizer": tokenizer, "sha256": entries["sha256"]}
+        entries = prepare(config, temporary, progress, tokenizer)
+        description = entries.pop("tokenizer")
+        identity = {"format": FORMAT, "tokenizer": description, "sha256": entries["sha256"]}
         manifest = CorpusManifest(
             fingerprint=hash_json(identity),
             format=FORMAT,
-            tokenizer=tokenizer["name"],
-            tokenizer_sha256=hash_json(tokenizer),
+            tokenizer=description["name"],
+            tokenizer_sha256=hash_json(description),
             **entries,
         )
         manifest = replace(manifest, checksum=manifest.compute_checksum())
-        for name, content in (("tokenizer", tokenizer), ("manifest", asdict(manifest))):
+        for name, content in (("tokenizer", description), ("manifest", asdict(manifest))):
             write_synced(temporary / f"{name}.json", json.dumps(content, indent=1))
         sync_folder(temporary)
         temporary.rename(folder)

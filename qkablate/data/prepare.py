@@ -83,9 +83,15 @@ def read_manifest(folder: Path) -> CorpusManifest:
     return manifest
 
 
-def prepare(config: DataConfig, folder: Path, progress: Progress) -> dict[str, Any]:
-    """Write <split>.bin into `folder`; return their entries of the manifest and the tokenizer."""
+def prepare(
+    config: DataConfig, folder: Path, progress: Progress, tokenizer: Tokenizer | None = None
+) -> dict[str, Any]:
+    """Write <split>.bin into `folder`; return their entries of the manifest and the tokenizer.
+
+    A given `tokenizer` takes the place of one that would be made from the text.
+    """
     source, known = open_source(config)
+    known = tokenizer or known
     store = DocumentStore(folder / "documents")
     progress.stage("reading")
     store.fill(source, TokenBudget(config), progress)
@@ -94,6 +100,7 @@ def prepare(config: DataConfig, folder: Path, progress: Progress) -> dict[str, A
     splits, rule = _divide(store, config)
     is_pairs = config.source in PAIR_SOURCES
     closed = is_pairs or any(len(spans) > 1 for spans in splits.values())
+    closed = closed and (known is None or known.end is not None)
     tokenizer = known or _make_tokenizer(config, store, splits, closed, progress)
     progress.stage("writing", store.size)
     writer = SplitWriter(

@@ -79,6 +79,8 @@ class CharTokenizer(Tokenizer):
         self.end = self.characters.find("\0") if "\0" in characters else None
         points = [ord(c) for c in self.characters]
         self._id = np.zeros(max(points, default=0) + 1, dtype=np.uint32)
+        self._known = np.zeros(len(self._id), dtype=bool)
+        self._known[points] = True
         self._id[points] = np.arange(self.vocabulary, dtype=np.uint32)
 
     @classmethod
@@ -91,6 +93,9 @@ class CharTokenizer(Tokenizer):
 
     def encode(self, text: bytes) -> np.ndarray:
         points = np.frombuffer(text.decode("utf-8").encode("utf-32-le"), dtype=np.uint32)
+        if points.max(initial=0) >= len(self._known) or not self._known[points].all():
+            unknown = ", ".join(map(repr, self.unknown(text.decode("utf-8"))[:10]))
+            raise UserError(f"data.tokenizer: these chars have no token for {unknown}")
         return self._id[points]
 
     def decode(self, ids: Iterable[int]) -> bytes:

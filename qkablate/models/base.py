@@ -213,7 +213,7 @@ class _Initializer:
         return self.normal(name, shape, GPT2_SIGMA / writes**0.5)
 
     def init_attention_(self, layer: Attention, prefix: str) -> None:
-        for name in ("qk", "ov", "norm"):
+        for name in ("qk", "ov", "norm", "rope_dims"):
             if (circuit := getattr(layer, name)) is not None:
                 circuit.init_(self._with_prefix(f"{prefix}.{name}"))
 

@@ -95,6 +95,7 @@ def make_spec(model: ModelConfig, variant: VariantConfig, site: str = "decoder")
         symmetric=variant.init == "symmetric",
         rank=variant.rank,
         groups=variant.groups,
+        rope_dims=variant.rope_dims or 0,
         context=source if site == "encoder" else model.context,
         source=source if site == "cross" else None,
         causal=site == "decoder",

@@ -47,19 +47,19 @@ def compute_attention_cost(
 
     A layer with a source has cross-attention: keys and values are of the tokens of the source.
     """
-    qk, ov = layer.qk, layer.ov
-    projections: float = qk.flops_per_token() + ov.flops_per_token()
+    parts = [part for part in layer.parts if part is not layer.norm]
+    projections: float = sum(part.flops_per_token() for part in parts)
     if source is not None:
-        per_key = qk.flops_per_key() + ov.flops_per_key()
-        projections = qk.flops_per_query() + ov.flops_per_query() + per_key * source / context
-    per_pass = qk.flops_per_pass() + ov.flops_per_pass()
+        projections = sum(part.flops_per_query() for part in parts)
+        projections += sum(part.flops_per_key() for part in parts) * source / context
+    per_pass, heads = sum(part.flops_per_pass() for part in parts), layer.qk.spec.heads
     return AttentionCost(
         params=sum(p.numel() for p in layer.parameters()),
         projections=projections + per_pass / tokens_per_pass,
-        scores=2 * qk.spec.heads * qk.width * keys,
-        values=2 * qk.spec.heads * ov.width * keys,
+        scores=2 * heads * layer.width * keys,
+        values=2 * heads * layer.value_width * keys,
         cached=layer.cached_per_token,
-        score_numel=qk.spec.heads * context * (context if source is None else source),
+        score_numel=heads * context * (context if source is None else source),
     )
 
 

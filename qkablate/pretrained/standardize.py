@@ -33,6 +33,8 @@ def standardize(source: Attention, target: Attention) -> None:
         return
     if source.norm is not None:
         raise UnsupportedCombination("its queries or keys are normalized")
+    if source.rope_dims is not None:
+        raise UnsupportedCombination("only some dimensions of its queries are rotated")
     if source.mask_self:
         raise UnsupportedCombination("no token attends to itself")
     if type(source.qk).score_bias is not QK.score_bias:

@@ -12,6 +12,8 @@ import re
 from collections.abc import Iterable
 from dataclasses import dataclass
 
+from qkablate.config.variant import without_sizes
+
 _COLORS = {  # light, dark
     "ground": ("#ffffff", "#14171c"),
     "panel": ("#f6f7f9", "#1b1f26"),
@@ -50,7 +52,7 @@ _ROWS = (
     ("sym_pairwise", "four_matrix", "wide_qk", "merged_ov", "uniform", "collaborative", "four_ov"),
     (
         *("no_vo", "sym_diag", "shared_qk_reformer", "static_scores", "standard_reassociated"),
-        "six_matrix",
+        *("six_matrix", "mla"),
     ),
 )
 _SLOTS = {name: row * HUES + i for row, names in enumerate(_ROWS) for i, name in enumerate(names)}
@@ -89,7 +91,7 @@ def assign_styles(variants: Iterable[str]) -> dict[str, Style]:
 
 def _slot(name: str) -> int:
     """Return the slot of a variant; low_rank_w_r64 has that of low_rank_w."""
-    return _SLOTS.get(name, _SLOTS.get(re.sub(r"_[rg]\d+$", "", name), _NO_SLOT))
+    return _SLOTS.get(name, _SLOTS.get(without_sizes(name), _NO_SLOT))
 
 
 def use_light_colors(text: str) -> str:

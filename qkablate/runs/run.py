@@ -86,6 +86,7 @@ _EARLIER = {
     "optim.optimizer": "adamw",
     "optim.momentum": 0.95,
     "variant.sites": "all",
+    "variant.rope_dims": None,
 }
 
 

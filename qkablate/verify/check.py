@@ -97,7 +97,7 @@ def has_circuit(layer: Attention) -> bool:
 
 def scores(layer: Attention, x_BTD: Tensor, y_BSD: Tensor | None = None) -> Tensor:
     """Return the scaled content scores of the layer, without masks and biases."""
-    q_BHTE, k_BGSE = layer.apply_modifiers(*layer.qk(x_BTD, x_BTD if y_BSD is None else y_BSD))
+    q_BHTE, k_BGSE = layer.queries_and_keys(x_BTD, x_BTD if y_BSD is None else y_BSD)
     k_BHSE = k_BGSE.repeat_interleave(q_BHTE.shape[1] // k_BGSE.shape[1], 1)
     return layer.scale * q_BHTE @ k_BHSE.mT
 

@@ -116,7 +116,7 @@ def _gauge_sides(layer: Attention, x_BTD: Tensor) -> tuple[Tensor, Tensor]:
 
 def _has_rope_factors(layer: Attention) -> bool:
     """Return whether only rope is between the factors, and keys are not values."""
-    only_rope = layer.position == "rope" and layer.norm is None
+    only_rope = layer.position == "rope" and layer.norm is None and layer.rope_dims is None
     return isinstance(layer.qk, SeparateQK) and only_rope and layer.ov.cached != "k"
 
 

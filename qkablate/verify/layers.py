@@ -33,9 +33,8 @@ DECODER = ("decoder",)
     lambda layer: bool(layer.qk.params and layer.ov.params and not layer.qk.spec.bias),
 )
 def _(layer: Attention, x_BTD: Tensor) -> Deviation:
-    parts = [part for part in (layer.qk, layer.ov, layer.norm) if part is not None]
     counted = sum(p.numel() for p in layer.parameters())
-    return Deviation(abs(counted - sum(part.count_params() for part in parts)), tolerance=0)
+    return Deviation(abs(counted - sum(part.count_params() for part in layer.parts)), tolerance=0)
 
 
 @check("FLOPs", "the formula agrees with torch's FlopCounterMode")
@@ -115,6 +114,23 @@ def _(layer: Attention, x_BTD: Tensor) -> Deviation:
         results.append((out_BTD, *torch.autograd.grad(probe_loss(out_BTD), x_BTD)))
     residual = largest(*(rel_diff(ours, theirs) for ours, theirs in zip(*results, strict=True)))
     return Deviation(residual, length=x_BTD.shape[1] * x_BTD.shape[-1])
+
+
+@check(
+    "latent",
+    "keys by head, and queries that absorb W_k, give the same outputs and input gradients",
+    lambda layer: layer.latent_qk is not None and layer.position == "none",
+    sites=("decoder", "encoder", "cross"),
+)
+def _(layer: Attention, x_BTD: Tensor, y_BSD: Tensor | None = None) -> Deviation:
+    x_BTD = x_BTD.detach().requires_grad_()
+    keys_BSD = x_BTD if y_BSD is None else y_BSD
+    k_BGSE = layer.qk.keys(keys_BSD)
+    q_BHTE, v_BGSV = layer.qk.queries(x_BTD), layer.ov.values(keys_BSD, k_BGSE)
+    o_BHTV = attend(q_BHTE, k_BGSE, v_BGSV, scale=layer.scale, causal=False, kernel="folded")
+    both = (layer(x_BTD, y_BSD, causal=False), layer.ov.write(o_BHTV))
+    grads = (torch.autograd.grad(probe_loss(out_BTD), x_BTD)[0] for out_BTD in both)
+    return Deviation(largest(rel_diff(*both), rel_diff(*grads)), length=x_BTD.shape[1])
 
 
 @check(

@@ -65,6 +65,7 @@ QUERY = {
     "NoQ": head_slice,
     "NoK": lambda a, x, h: w_q(a, x, h, a.e // a.heads),
     "NoQK": head_slice,
+    "LatentQK": lambda a, x, h: w_q(a, x, h, a.k) @ columns(a, "w_k", h, a.k).T,
 }
 KEY = {
     "SeparateQK": lambda a, y, h: w_k(a, y, h, a.k),
@@ -82,6 +83,7 @@ KEY = {
     "NoQ": lambda a, y, h: w_k(a, y, h, a.k),
     "NoK": head_slice,
     "NoQK": head_slice,
+    "LatentQK": lambda a, y, h: y @ a.p["w_c"],
 }
 VALUE = {
     "SeparateOV": lambda a, y, h, key: affine(a, y, "w_v", "b_v", h, a.k),
@@ -94,6 +96,7 @@ VALUE = {
     "NoVO": lambda a, y, h, key: head_slice(a, y, h) * a.p["gain"][h],
     "MergedOV": lambda a, y, h, key: y,
     "TiedOV": lambda a, y, h, key: key,
+    "LatentOV": lambda a, y, h, key: affine(a, key, "w_v", "b_v", h, a.k),
 }
 OUT = {"MergedOV": "w_ov", "NoO": None, "NoVO": None}  # else w_o
 
@@ -140,7 +143,7 @@ def factor(layer, name: str, a, width: int) -> float:
     if layer.norm.spec.init == "naive":
         return 1 / math.sqrt(a.k)
     # Initially entries of y have size 1 and those of y W size σ√e.
-    is_stream = name in ("MergedQK", "SymmetricQK", "ReassociatedQK", "NoK", "NoQK")
+    is_stream = name in ("MergedQK", "SymmetricQK", "ReassociatedQK", "NoK", "NoQK", "LatentQK")
     entry = 1 if is_stream else a.key_length
     return scale(name, a) * entry * math.sqrt(width)
 
@@ -155,6 +158,14 @@ def rotated(x: Tensor, position: int) -> Tensor:
         out[a] = cos * x[a] - sin * x[a + half]
         out[a + half] = sin * x[a] + cos * x[a + half]
     return torch.stack(out)
+
+
+def rotated_score(rope_dims, x: Tensor, y: Tensor, h: int, i: int, j: int) -> Tensor:
+    """Return the score of the dimensions that are rotated beside those of the circuit."""
+    a, width = facts(rope_dims), rope_dims.width
+    query, key = rotated(x @ columns(a, "w_q", h, width), i), rotated(y @ a.p["w_k"], j)
+    score: Tensor = query @ key / math.sqrt(a.k + width)
+    return score
 
 
 def facts(circuit) -> Any:
@@ -199,7 +210,9 @@ def one_sequence(layer, x_TD: Tensor, y_SD: Tensor, same: bool, causal: bool) ->
             by = factor(layer, name, a, len(keys[0]))
             queries = [normed_query(layer, QUERY[name](a, x, h), h) for x in x_TD]
             keys = [normed_key(layer, key) for key in keys]
-            if layer.position == "rope":
+            if layer.rope_dims is not None:
+                by *= math.sqrt(a.k / (a.k + layer.rope_dims.width))
+            elif layer.position == "rope":
                 queries = [rotated(q, i) for i, q in enumerate(queries)]
                 keys = [rotated(k, j) for j, k in enumerate(keys)]
         for i in range(len(x_TD)):
@@ -214,6 +227,8 @@ def one_sequence(layer, x_TD: Tensor, y_SD: Tensor, same: bool, causal: bool) ->
                     score = torch.zeros((), dtype=x_TD.dtype)
                 else:
                     score = by * (queries[i] @ keys[j])
+                if layer.rope_dims is not None:
+                    score = score + rotated_score(layer.rope_dims, x_TD[i], y_SD[j], h, i, j)
                 if layer.position == "alibi":
                     score = score - 2 ** (-8 * (h + 1) / a.heads) * abs(i - j)
                 row.append(score)

@@ -20,10 +20,12 @@ CROSSED = [
     ("uniform", "no_v"),
     ("static", "merged"),
     ("no_k", "no_vo"),
+    ("latent", "latent"),
+    ("latent", "merged"),
 ]
 PAIRS = [
     *((qk, "separate") for qk in QK_CIRCUITS),
-    *(("separate", ov) for ov in OV_CIRCUITS if ov != "separate"),
+    *(("separate", ov) for ov in OV_CIRCUITS if ov not in ("separate", "latent")),
     *CROSSED,
 ]
 
@@ -48,6 +50,11 @@ def random_layer(
     given = {key: other.pop(key) for key in options if key in other}
     layer = Attention(some_spec(**other), QK_CIRCUITS[qk], OV_CIRCUITS[ov], **given)
     return randomized(layer, dtype)
+
+
+def qk_for(ov: str) -> str:
+    """Return standard's QK circuit, or that of the latent stream which the values are read from."""
+    return "latent" if ov == "latent" else "separate"
 
 
 def random_qk(name: str, **other):

@@ -12,11 +12,12 @@ from qkablate.config import Config, ModelConfig, VariantConfig, resolve_variant
 from qkablate.models.build import build_model
 from qkablate.models.gpt import GPT
 from qkablate.training.optim import make_optimizer
+from tests.attention.random_layers import qk_for
 
 D, HEADS, K, SIGMA, RESIDUAL, T = 128, 4, 32, 0.02, 0.35, 96
 STANDARD = SIGMA**2 * D  # the spread of its scores
 LENGTH = SIGMA * math.sqrt(D)  # of an entry of x W
-RANK = {"low_rank": 16, "collaborative": 32}
+RANK = {"low_rank": 16, "collaborative": 32, "latent": 32}
 LEARNED = [name for name in QK_CIRCUITS if name not in ("no_qk", "uniform")]
 NORMABLE = [name for name in QK_CIRCUITS if name not in ("static", "uniform")]
 INITS = ("matched", "naive")
@@ -32,6 +33,8 @@ def initialized(
     qk="separate", ov="separate", init="matched", *, seed=1, norm="none", mask_self=False, **other
 ) -> Attention:
     """Return an initialized layer, with draws like those of a model."""
+    qk = qk if qk != "separate" else qk_for(ov)
+    position = "rope" if "rope_dims" in other else "none"
     generator = torch.Generator().manual_seed(seed)
 
     def draw(name, shape, *, residual=False, fan_in=None):
@@ -41,10 +44,11 @@ def initialized(
 
     sizes = {"rank": RANK.get(qk, 16), "groups": 2, "context": T} | other
     spec = Spec(D, **{"heads": HEADS} | sizes, sigma=SIGMA, residual=RESIDUAL, init=init)
-    layer = Attention(spec, QK_CIRCUITS[qk], OV_CIRCUITS[ov], norm=norm, mask_self=mask_self)
-    for part in (layer.qk, layer.ov, layer.norm):
-        if part is not None:
-            part.init_(draw)
+    layer = Attention(
+        spec, QK_CIRCUITS[qk], OV_CIRCUITS[ov], norm=norm, mask_self=mask_self, position=position
+    )
+    for part in layer.parts:
+        part.init_(draw)
     return layer
 
 
@@ -215,7 +219,7 @@ def test_symmetric_start_has_the_scores_of_shared_qk():
 
 @pytest.mark.parametrize("ov", OV_CIRCUITS)
 def test_symmetric_start_changes_no_output_circuit(ov):
-    if ov != "tied":
+    if ov not in ("tied", "latent"):
         symmetric, usual = initialized(ov=ov, symmetric=True), initialized(ov=ov)
         assert all(map(torch.equal, symmetric.ov.parameters(), usual.ov.parameters()))
 
@@ -331,7 +335,8 @@ def ov_descent(ov: str, init: str, groups: int = 2, site: str = "decoder") -> fl
     for seed in SEEDS:
         layer = initialized(ov=ov, init=init, seed=seed, groups=groups, **SITES[site])
         out_BTD = layer(X, y_BSD, causal=site == "decoder")
-        total += descent(layer, (out_BTD * weight).sum(), list(layer.ov.parameters()))
+        own = [*layer.ov.parameters(), *([layer.qk.w_c] if ov == "latent" else [])]
+        total += descent(layer, (out_BTD * weight).sum(), own)
     return total
 
 
@@ -362,7 +367,7 @@ def test_first_step_of_shared_values_matches_standard():
 
 
 @pytest.mark.parametrize("rank", [16, 64, 128])
-@pytest.mark.parametrize("qk", ["low_rank", "collaborative"])
+@pytest.mark.parametrize("qk", ["low_rank", "collaborative", "latent"])
 def test_first_step_at_other_ranks(qk, rank):
     weight = noise(2, 1, HEADS, T, T).tril()
     total = 0.0
@@ -393,6 +398,33 @@ def test_tied_values_are_initialized_and_trained_like_w_o(qk, other):
     assert math.sqrt(written_) == pytest.approx(STANDARD * RESIDUAL, rel=0.08)
     share = total / ov_descent("separate", "matched")
     assert share == pytest.approx(1 / (1 + RESIDUAL), rel=0.08)
+
+
+@pytest.mark.parametrize("rank", [16, 64, 128])
+@pytest.mark.parametrize("init", INITS)
+def test_latent_values_move_as_those_of_standard(init, rank):
+    weight, total = noise(3, 1, T, D), 0.0
+    for seed in SEEDS:
+        layer = initialized(ov="latent", init=init, seed=seed, rank=rank)
+        own = [*layer.ov.parameters(), layer.qk.w_c]
+        total += descent(layer, (layer(X) * weight).sum(), own)
+    assert total / ov_descent("separate", "matched") == pytest.approx(1, rel=0.08)
+
+
+@pytest.mark.parametrize("width", [4, 16, 32])
+@pytest.mark.parametrize("norm", ["none", "qk", "unit_keys"])
+@pytest.mark.parametrize("qk", [name for name in NORMABLE if name != "no_qk"])
+def test_rotated_dimensions_start_and_move_as_standard(qk, norm, width):
+    """The scores of both kinds of dimensions spread and move as those of standard do."""
+    weight, total = noise(2, 1, HEADS, T, T).tril(), 0.0
+    for seed in SEEDS:
+        layer = initialized(qk, norm=norm, seed=seed, rope_dims=width)
+        if qk != "shared":
+            assert layer.match == "spread"
+            assert spread(layer) == pytest.approx(STANDARD, rel=0.07)
+        parameters = [p for part in layer.parts[:-1] for p in part.parameters()]
+        total += descent(layer, (scores(layer) * weight).sum(), parameters)
+    assert total / qk_descent("separate", "matched") == pytest.approx(1, rel=0.07)
 
 
 def test_speed_of_a_single_gain_is_not_matched():
@@ -512,7 +544,7 @@ def test_decay_shrinks_the_scores_as_in_standard(qk, init, lr):
 @pytest.mark.parametrize("ov", OV_CIRCUITS)
 def test_decay_shrinks_the_output_as_in_standard(ov, lr):
     for init in INITS:
-        b, m = decayed(lr, ov=ov, init=init)
+        b, m = decayed(lr, qk=qk_for(ov), ov=ov, init=init)
         assert b == pytest.approx(2, rel=1e-3)
         assert m == pytest.approx(0 if ov == "no_vo" else 2, rel=1e-3, abs=1e-9)
 

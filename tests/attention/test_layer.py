@@ -13,7 +13,8 @@ CIRCUITS = [pair for pair in PAIRS if pair not in CROSSED]
 BY_NAME = "+".join  # ids
 # Queries and keys that can be normalized, and those that can be rotated.
 NORMABLE = [qk for qk in QK_CIRCUITS if qk not in ("static", "uniform")]
-ROTATABLE = [qk for qk in NORMABLE if qk not in ("merged", "symmetric", "reassociated")]
+ROTATABLE = [qk for qk in NORMABLE if qk not in ("merged", "symmetric", "reassociated", "latent")]
+ROPE_DIMS = {"position": "rope", "rope_dims": 4}
 
 
 def check(layer, x, y=None, causal=True):
@@ -118,6 +119,42 @@ def test_tied_values_are_keys_before_norm_and_rotation(qk, norm):
     check(layer, stream(5, batch=1))
 
 
+@pytest.mark.parametrize("norm", ["none", "qk", "unit_keys"])
+@pytest.mark.parametrize("pair", [(qk, "separate") for qk in NORMABLE] + [("latent", "latent")])
+def test_rotated_dimensions_match_the_reference(pair, norm):
+    """They are beside those of any circuit; the layer decodes, and caches one key of them."""
+    for init, mask_self in (("matched", False), ("naive", True)):
+        more = ROPE_DIMS | {"norm": norm, "init": init, "mask_self": mask_self}
+        layer = random_layer(*pair, bias=True, **more)
+        check(layer, stream(5, batch=1))
+        check_decoding(layer)
+        without = random_layer(*pair, bias=True, norm=norm)
+        assert layer.cached_per_token == without.cached_per_token + 4
+
+
+def test_rotated_dimensions_depend_on_the_distance_alone():
+    """With B_h = 0 the scores of equal tokens are a function of i − j, with no two equal."""
+    layer = random_layer("merged", **ROPE_DIMS)
+    layer.qk.w_qk.data.zero_()
+    s_HTT = layer.scores(stream(1, batch=1).expand(1, 6, 12), causal=False)[0].detach()
+    for distance in range(-5, 6):
+        values_HN = s_HTT.diagonal(distance, 1, 2)
+        torch.testing.assert_close(values_HN, values_HN[:, :1].expand_as(values_HN))
+    assert len({round(float(s), 9) for s in [*s_HTT[0, 0], *s_HTT[0, 1:, 0]]}) == 11
+
+
+def test_latent_keys_absorb_their_matrices():
+    """A norm acts on c; without one, the queries by head and those that absorb W_k are equal."""
+    layer = random_layer("latent", "latent", bias=True)
+    x_BTD = stream(5)
+    c_B1SR = layer.qk.keys(x_BTD)
+    by_head = layer.qk.head_queries(x_BTD) @ layer.qk.head_keys(c_B1SR).mT
+    torch.testing.assert_close(by_head, layer.qk.queries(x_BTD) @ c_B1SR.mT)
+    assert (layer.width, layer.value_width, layer.qk.width, layer.ov.width) == (4, 4, 6, 6)
+    normed = random_layer("latent", "latent", norm="qk")
+    assert (normed.width, normed.value_width) == (6, 6)
+
+
 def test_rope_needs_an_even_score_width_only():
     check(random_layer("low_rank", d=15, rank=8, position="rope"), stream(5, batch=1, d=15))
 
@@ -210,6 +247,8 @@ def test_cached_tensors():
         ("no_k", "no_v"): d,
         ("low_rank", "separate"): 3 * 6 + d,
         ("collaborative", "separate"): 6 + d,
+        ("latent", "latent"): 6,
+        ("latent", "separate"): 6 + d,
         ("uniform", "separate"): d,
         ("uniform", "merged"): d,
     }
@@ -241,6 +280,10 @@ def test_static_scores_reject_longer_sequences():
         ("uniform", "separate", {"position": "rope"}, "no queries and keys to rotate"),
         ("separate", "separate", {"position": "rope", "d": 15}, "5 wide, an odd number"),
         ("low_rank", "separate", {"position": "rope", "rank": 3}, "3 wide, an odd number"),
+        ("latent", "separate", {"position": "rope"}, "could not absorb W_k"),
+        ("separate", "latent", {}, "ov=latent reads the latent stream of qk=latent"),
+        ("latent", "tied", {}, "a latent stream, whose values are those of ov=latent"),
+        ("uniform", "separate", ROPE_DIMS, "no queries and keys to add dimensions to"),
         ("merged", "tied", {}, "keys are x itself"),
         ("symmetric", "tied", {}, "keys are x itself"),
         ("reassociated", "tied", {}, "keys are x itself"),
@@ -281,6 +324,7 @@ def test_all_other_combinations_are_supported():
         or (qk not in NORMABLE and norm != "none")
         or (qk not in ROTATABLE and position == "rope")
         or (ov == "tied" and qk in (*(set(QK_CIRCUITS) - set(ROTATABLE)), "no_k", "no_qk"))
+        or (ov == "latent" and qk != "latent")
     }
     assert rejected == expected
 

@@ -12,7 +12,7 @@ from qkablate.attention import OV_CIRCUITS, QK_CIRCUITS, Attention, Spec, Unsupp
 from qkablate.attention.projection.moments import Moments
 from qkablate.attention.projection.project import convert, project_layer
 from tests.attention import naive
-from tests.attention.random_layers import PAIRS, random_layer, randomized, stream
+from tests.attention.random_layers import PAIRS, qk_for, random_layer, randomized, stream
 from tests.attention.test_layer import BY_NAME, NORMABLE
 
 REFUSED = {
@@ -135,7 +135,9 @@ def initialized(
     """Return an initialized layer whose matrices are drawn as those of a model."""
     (d, e, heads), linear_draws = shape, other.pop("linear", False)
     generator = torch.Generator().manual_seed(seed)
-    rank = {"low_rank": d // heads // 2, "collaborative": min(d, e) // 2}.get(qk)
+    qk = qk if qk != "separate" else qk_for(ov)
+    ranks = {"low_rank": d // heads // 2, "collaborative": min(d, e) // 2, "latent": e // 2}
+    rank = ranks.get(qk)
     sigmas = {"sigma": 0.02, "residual": RESIDUAL}
     if linear_draws:
         sigmas = {"sigma": (3 * d) ** -0.5, "source_sigma": (3 * e) ** -0.5}
@@ -194,10 +196,11 @@ def qk_descent(shape, qk="separate", init="matched", linear_draws=False) -> floa
 def ov_descent(shape, ov="separate", init="matched", linear_draws=False) -> float:
     """Return the descent of random losses of the output."""
     streams, weight = normalized(shape), noise(3, 1, T, shape[0])
-    return sum(
-        descent(layer, (layer(*streams, causal=False) * weight).sum(), [*layer.ov.parameters()])
-        for layer in layers_of(shape, ov=ov, init=init, linear=linear_draws)
-    )
+    total = 0.0
+    for layer in layers_of(shape, ov=ov, init=init, linear=linear_draws):
+        own = [*layer.ov.parameters(), *([layer.qk.w_c] if ov == "latent" else [])]
+        total += descent(layer, (layer(*streams, causal=False) * weight).sum(), own)
+    return total
 
 
 def spread(layer: Attention, shape) -> float:
@@ -244,9 +247,11 @@ def test_scores_match_with_draws_that_depend_on_the_width(qk, shape):
 @pytest.mark.parametrize("shape", SHAPES[:2], ids=str)
 @pytest.mark.parametrize("ov", [ov for ov in OV if ov not in ("separate", "tied")])
 def test_outputs_match_with_draws_that_depend_on_the_width(ov, shape):
+    # Larger scores select what is averaged, which is longer where keys and values have one source.
+    tolerance = 0.15 if ov == "latent" else 0.08
     for init in ("matched", "naive"):
         ratio = ov_descent(shape, ov, init, True) / ov_descent(shape, linear_draws=True)
-        assert ratio == pytest.approx(1, rel=0.08)
+        assert ratio == pytest.approx(1, rel=tolerance)
 
 
 def written(layer: Attention, shape) -> torch.Tensor:

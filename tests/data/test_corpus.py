@@ -149,7 +149,7 @@ def test_a_limit_reads_the_beginning_of_the_test_split(folder, cache):
 
 
 def test_very_many_documents_are_grouped(folder, cache, monkeypatch):
-    monkeypatch.setattr(corpus, "MAX_DOCUMENT_GROUPS", 2)
+    monkeypatch.setattr("qkablate.data.batches.MAX_DOCUMENT_GROUPS", 2)
     prepared = open_corpus(DataConfig(source="text", path=str(folder), cache=cache))
     assert prepared.manifest.documents["test"] > 2
     assert [*np.unique(prepared.document_groups("test"))] == [0, 1]

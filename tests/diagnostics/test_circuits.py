@@ -16,6 +16,7 @@ from qkablate.diagnostics.circuits import (
     qk_matrix,
     stack,
 )
+from tests.attention.random_layers import qk_for
 
 D, K = 12, 3
 
@@ -200,8 +201,8 @@ def test_matrix_of_every_qk_circuit(name, bias):
 @pytest.mark.parametrize("bias", [False, True])
 @pytest.mark.parametrize("name", OV_CIRCUITS)
 def test_matrix_of_every_ov_circuit(name, bias):
-    spec = Spec(d_model=12, heads=4, bias=bias, groups=2)
-    qk = randomize(QK_CIRCUITS["grouped" if name == "grouped" else "separate"](spec), 1)
+    spec = Spec(d_model=12, heads=4, bias=bias, rank=8, groups=2)
+    qk = randomize(QK_CIRCUITS["grouped" if name == "grouped" else qk_for(name)](spec), 1)
     ov = randomize(OV_CIRCUITS[name](spec, qk), 2)
     matrix = ov_matrix(ov, qk)
     found = matrix.b_NDD if isinstance(matrix, Full) else matrix.left_NDE @ matrix.right_NDE.mT

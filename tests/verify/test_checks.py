@@ -54,7 +54,8 @@ NEGATIVE_E = torch.tensor([1, 1, 1, -1e-4])  # a diagonal between queries and ke
 
 
 def make_layer(qk="separate", ov="separate", bias=False, **options):
-    spec = Spec(D, HEADS, bias=bias, sigma=0.2, rank=6, groups=1, context=LENGTH)
+    sizes = {"rank": 6, "groups": 1, "context": LENGTH, "rope_dims": options.pop("rope_dims", 0)}
+    spec = Spec(D, HEADS, bias=bias, sigma=0.2, **sizes)
     layer = Attention(spec, QK_CIRCUITS[qk], OV_CIRCUITS[ov], **options)
     return randomize_layer(layer.double().eval(), seed=0)
 

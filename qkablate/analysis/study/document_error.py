@@ -37,10 +37,15 @@ def document_error(
     if not known or len(known) < len(pairs):
         return None
     tokens = known[0][0].tokens
-    count, total = len(tokens), tokens.sum()
+    count = len(tokens)
     if count < 2 or not all(np.array_equal(r.tokens, tokens) for pair in known for r in pair):
         return None
     difference = np.mean([run.losses - other.losses for run, other in known], axis=0)
-    moves = (difference - difference.sum() / total * tokens) / (total - tokens)
-    se = np.sqrt((count - 1) / count * (moves**2).sum())
-    return DocumentError(float(se), count)
+    return DocumentError(ratio_error(difference, tokens), count)
+
+
+def ratio_error(sums: np.ndarray, counts: np.ndarray) -> float:
+    """Return the standard error of Σ sums / Σ counts over two documents or more: the jackknife."""
+    total, documents = counts.sum(), len(counts)
+    moves = (sums - sums.sum() / total * counts) / (total - counts)
+    return float(np.sqrt((documents - 1) / documents * (moves**2).sum()))

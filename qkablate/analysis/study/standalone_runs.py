@@ -3,7 +3,6 @@
 import dataclasses
 import itertools
 import json
-import re
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
@@ -26,6 +25,7 @@ from qkablate.config import (
     variants,
 )
 from qkablate.config.sweep import as_quoted
+from qkablate.config.variant import SIZES, without_sizes
 from qkablate.errors import UserError
 from qkablate.runs.lease import LeaseObserver
 from qkablate.runs.records import is_number, read_config, read_result
@@ -221,7 +221,7 @@ def _overrides(config: Config) -> dict[str, str]:
     """Return the arguments that make the arm: both config groups and all non-default values."""
     # The nearest entry of the catalogue: low_rank_w for low_rank_w_r4, or for low_rank_w_r4_cross.
     everywhere = config.variant.name.removesuffix("_" + config.variant.sites.replace("+", "_"))
-    names = (config.variant.name, everywhere, re.sub(r"_[rg]\d+$", "", everywhere))
+    names = (config.variant.name, everywhere, without_sizes(everywhere))
     name = next((name for name in names if name in variants()), "standard")
     variant = resolve_variant(dataclasses.replace(config.variant, name=name), config.model)
     defaults = flatten(Config()) | _load_group("variant", name)
@@ -231,7 +231,7 @@ def _overrides(config: Config) -> dict[str, str]:
     if config.optim.schedule != "wsd":
         used.remove("optim.cooldown")  # only wsd has one
     for key, value in flatten(config).items():
-        unset = value is None and key in ("variant.rank", "variant.groups")
+        unset = value is None and key.removeprefix("variant.") in SIZES
         if key in used and value != defaults.get(key) and not unset:
             overrides[key] = as_quoted(value)
     return overrides

@@ -2,6 +2,7 @@
 
 from qkablate.attention.ov.base import OV
 from qkablate.attention.ov.factored import FourOV, GroupedOV, MergedOV, SeparateOV, TiedOV
+from qkablate.attention.ov.latent import LatentOV
 from qkablate.attention.ov.unprojected import NoO, NoV, NoVO
 
 OV_CIRCUITS: dict[str, type[OV]] = {
@@ -13,6 +14,7 @@ OV_CIRCUITS: dict[str, type[OV]] = {
     "four": FourOV,
     "tied": TiedOV,
     "grouped": GroupedOV,
+    "latent": LatentOV,
 }
 
 __all__ = ["OV", "OV_CIRCUITS"]

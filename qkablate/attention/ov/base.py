@@ -21,7 +21,8 @@ from qkablate.attention.spec import Circuit, Spec, UnsupportedCombination
 class OV(Circuit):
     """Base of the OV circuits: values from the key stream, and the map back to d_model."""
 
-    # What a decoder must cache for the values: "v" them, "k" the keys, "x" the stream.
+    # What a decoder must cache for the values: "v" them, "k" the keys, "x" the stream, "c" the
+    # latent stream.
     cached: ClassVar[str] = "v"
 
     def __init__(self, spec: Spec, qk: QK) -> None:

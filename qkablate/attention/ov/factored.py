@@ -132,9 +132,12 @@ class TiedOV(OV):
 
     def __init__(self, spec: Spec, qk: QK) -> None:
         if qk.cached != "k":
-            keys_are_x = "the keys are x itself, so V = K is the variant no_v or merged_ov"
+            reasons = {
+                "x": "the keys are x itself, so V = K is the variant no_v or merged_ov",
+                "c": "the keys are a latent stream, whose values are those of ov=latent",
+            }
             no_keys = "there are no keys to use as values"
-            raise UnsupportedCombination(keys_are_x if qk.cached == "x" else no_keys)
+            raise UnsupportedCombination(reasons.get(qk.cached, no_keys))
         super().__init__(spec, qk)
         self.width, self.value_heads = qk.width, qk.key_heads
         self.key_decay = qk.decay * qk.key_factors

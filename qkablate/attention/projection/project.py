@@ -135,6 +135,9 @@ def is_same_form(source: Attention, target: Attention) -> bool:
 
 def has_same_scores(source: Attention, target: Attention) -> bool:
     """Return whether the parameters of the scores mean the same in both layers."""
+    widths = {layer.rope_dims.width if layer.rope_dims else 0 for layer in (source, target)}
+    if len(widths) > 1:
+        return False
     return type(source.norm) is type(target.norm) and is_same_circuit(source.qk, target.qk)
 
 
@@ -189,8 +192,9 @@ def set_scores_(
     """
     if has_same_scores(source, target) and heads == sorted(heads):
         target.qk.load_state_dict(source.qk.state_dict())
-        if source.norm is not None and target.norm is not None:
-            target.norm.load_state_dict(source.norm.state_dict())
+        for ours, theirs in ((source.norm, target.norm), (source.rope_dims, target.rope_dims)):
+            if ours is not None and theirs is not None:
+                theirs.load_state_dict(ours.state_dict())
         return torch.zeros(1), torch.zeros(1)
     for layer in (source, target):
         if layer.no_circuit_reason:
@@ -213,7 +217,7 @@ def set_output_(
 ) -> HeadErrors:
     """Do the same for the outputs; biases hold what biases write."""
     # Values that are keys are the same only where the keys are.
-    same_values = target.ov.cached != "k" or has_same_scores(source, target)
+    same_values = target.ov.cached not in ("k", "c") or has_same_scores(source, target)
     if is_same_circuit(source.ov, target.ov) and heads == sorted(heads) and same_values:
         target.ov.load_state_dict(source.ov.state_dict())
         return torch.zeros(1), torch.zeros(1)

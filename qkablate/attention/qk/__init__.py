@@ -10,6 +10,7 @@ from qkablate.attention.qk.factored import (
     SeparateQK,
     WideQK,
 )
+from qkablate.attention.qk.latent import LatentQK
 from qkablate.attention.qk.merged import MergedQK, SymmetricQK
 from qkablate.attention.qk.shared import SharedQK, SymDiag, SymPairwise
 from qkablate.attention.qk.unprojected import NoK, NoQ, NoQK, StaticScores, Uniform
@@ -32,6 +33,7 @@ QK_CIRCUITS: dict[str, type[QK]] = {
     "static": StaticScores,
     "uniform": Uniform,
     "reassociated": ReassociatedQK,
+    "latent": LatentQK,
 }
 
 __all__ = ["QK", "QK_CIRCUITS"]

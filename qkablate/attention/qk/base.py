@@ -22,7 +22,7 @@ class QK(Circuit):
     """Base of the QK circuits."""
 
     # What a decoder must cache for the keys: "k" the keys, "x" the stream itself (the keys are read
-    # from it without a weight), "" nothing.
+    # from it without a weight), "c" a latent stream, the key of all heads, "" nothing.
     cached: ClassVar[str] = "k"
     no_rope_reason: ClassVar[str] = ""  # why keys and queries cannot be rotated
 

@@ -14,8 +14,8 @@ import numpy as np
 
 from qkablate.config import ModelConfig
 from qkablate.config.data import SPLITS
-from qkablate.data.batches import DOCUMENT, IGNORE, PAD, Batch, evenly_spaced
-from qkablate.data.corpus import Corpus, group_neighbors
+from qkablate.data.batches import DOCUMENT, IGNORE, PAD, Batch, evenly_spaced, group_neighbors
+from qkablate.data.corpus import Corpus
 from qkablate.data.eval_metrics import EvalMetrics
 from qkablate.data.tokenizers import load_tokenizer
 from qkablate.errors import ImpossibleConfig, UserError
@@ -121,13 +121,19 @@ class Pairs:
         return RandomPairs(self, seed, batch_size, grad_accum)
 
     def split_batches(
-        self, split: str, *, batch_size: int, context: int, limit: int | None = None
+        self,
+        split: str,
+        *,
+        batch_size: int,
+        context: int,
+        limit: int | None = None,
+        by_document: bool = False,
     ) -> Iterator[Batch]:
         """Yield a whole split, or pairs of some `limit` tokens spread over it.
 
         Of the training split, as many pairs as the validation split has are read at most, and of
-        the test split the first ones, whose answers are counted by document, too. The last batch is
-        filled with pairs that do not count.
+        the test split the first ones, whose answers are counted by document, too; `by_document`,
+        those of validation are as well. The last batch is filled with pairs that do not count.
         """
         count = len(self.splits["val" if split == "train" else split])
         rows = evenly_spaced(count, len(self.splits[split]))
@@ -135,7 +141,7 @@ class Pairs:
             rows = rows[: self._first_within(limit)]
         elif limit is not None:
             rows = rows[evenly_spaced(max(1, limit // self.length), len(rows))]
-        groups = self.document_groups() if split == "test" else None
+        groups = self.document_groups(split) if by_document or split == "test" else None
         for first in range(0, len(rows), batch_size):
             indices_N = np.arange(first, first + batch_size)
             batch = self.batch(split, rows[indices_N % len(rows)])
@@ -146,13 +152,13 @@ class Pairs:
                 batch = batch._replace(slices={**(batch.slices or {}), DOCUMENT: groups_NA})
             yield batch
 
-    def document_groups(self) -> np.ndarray | None:
-        """Return the document of each pair of the test split; None if there is only one.
+    def document_groups(self, split: str) -> np.ndarray | None:
+        """Return the document of each pair of a held-out split; None if there is only one.
 
         Pairs of one file are alike: the file is their document, or the pair itself where the files
         are not known. Of very many pairs, neighbors are counted as one.
         """
-        count, files = len(self.splits["test"]), self.corpus.document_files("test")
+        count, files = len(self.splits[split]), self.corpus.document_files(split)
         groups = group_neighbors(count) if files is None else files[:count]  # of whole pairs
         return groups if (groups != groups[0]).any() else None
 

@@ -15,7 +15,7 @@ from typing import Any, ClassVar
 import numpy as np
 
 from qkablate.config import DATA_KEYS, DataConfig
-from qkablate.data.batches import IGNORE, Batch, evenly_spaced
+from qkablate.data.batches import DOCUMENT, IGNORE, Batch, evenly_spaced, group_neighbors
 from qkablate.data.eval_metrics import EvalMetrics
 from qkablate.errors import ImpossibleConfig, UserError
 from qkablate.randomness import named_generator
@@ -187,17 +187,29 @@ class Task:
         return TaskBatches(self, seed, batch_size, grad_accum)
 
     def split_batches(
-        self, split: str, *, batch_size: int, context: int, limit: int | None = None
+        self,
+        split: str,
+        *,
+        batch_size: int,
+        context: int,
+        limit: int | None = None,
+        by_document: bool = False,
     ) -> Iterator[Batch]:
         """Yield a whole split, or some `limit` tokens of it, in batches of one shape.
 
-        The last batch is padded with ignored targets.
+        The last batch is padded with ignored targets. With `by_document` the answers are counted
+        by sequence, too; of very many, neighbors are counted as one.
         """
         examples, count = self._split(split), self._count_within(split, limit)
+        groups = group_neighbors(count)
         for first in range(0, count, batch_size):
             rows = np.arange(first, first + batch_size)
             batch = examples.batch(rows % count)
             batch.targets_NA[rows >= count] = IGNORE
+            if by_document:
+                groups_N1 = groups[rows % count, None]
+                groups_NA = np.broadcast_to(groups_N1, batch.targets_NA.shape)
+                batch = batch._replace(slices={**(batch.slices or {}), DOCUMENT: groups_NA})
             yield batch
 
     def test_tokens(self, limit: int | None) -> int:

@@ -88,20 +88,28 @@ class MaskedText:
         return RandomMaskedWindows(self, seed, batch_size, grad_accum)
 
     def split_batches(
-        self, split: str, *, batch_size: int, context: int, limit: int | None = None
+        self,
+        split: str,
+        *,
+        batch_size: int,
+        context: int,
+        limit: int | None = None,
+        by_document: bool = False,
     ) -> Iterator[Batch]:
         """Yield the windows of a whole split, or of some `limit` tokens spread over it.
 
         The last window ends with the split, and begins inside the one before. Of the training
         split, as much as the validation split has is read at most. Of the test split the beginning
-        is read, and its answers are counted by document. The last batch is filled with windows that
-        do not count.
+        is read, and its answers are counted by document; `by_document`, those of validation are,
+        too. The last batch is filled with windows that do not count.
         """
         total = self.tokens["val" if split == "train" else split]
         windows = -(-total // self.length)
         count = windows if limit is None or limit >= total else max(1, limit // self.length)
         rows = np.arange(count) if split == "test" else evenly_spaced(count, windows)
-        groups = self.corpus.document_groups(split) if split == "test" else None
+        groups = None
+        if by_document or split == "test":
+            groups = self.corpus.document_groups(split)
         for first in range(0, len(rows), batch_size):
             indices_N = np.arange(first, first + batch_size)
             yield self._read(split, rows[indices_N % len(rows)], indices_N < len(rows), groups)

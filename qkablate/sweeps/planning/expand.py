@@ -13,6 +13,7 @@ from typing import Any
 
 from qkablate.config import KEYS, Config, ControlConfig, GridConfig, flatten
 from qkablate.config.sweep import as_quoted, fixes_length, list_also
+from qkablate.config.variant import SIZES
 from qkablate.errors import ImpossibleConfig, UserError
 from qkablate.runs.run import LABEL_KEYS
 from qkablate.sweeps.planning.arms import (
@@ -287,9 +288,9 @@ class _Expansion:
             circuits = [overrides.get(f"variant.{key}", "") for key in ("file", "qk", "ov")]
             circuits[0] = Path(circuits[0]).stem
             parts = ["+".join(filter(None, circuits)) or overrides.get("variant", "standard")]
-            for key in ("rank", "groups"):
+            for key, short in SIZES.items():
                 if number := overrides.get(f"variant.{key}"):
-                    parts[0] += f"_{key[0]}{number}"
+                    parts[0] += f"_{short}{number}"
             sizes = {"d": overrides.get("model.d_model"), "h": overrides.get("model.heads")}
             parts += [f"{letter}{value}" for letter, value in sizes.items() if value]
         parts += [

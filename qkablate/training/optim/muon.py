@@ -42,7 +42,7 @@ def find_matrices(model: Model) -> dict[nn.Parameter, Blocks]:
                 assert isinstance(module.weight, nn.Parameter)
                 found[module.weight] = _WHOLE
     for layer in model.attention_layers():
-        for circuit in (layer.module.qk, layer.module.ov):
+        for circuit in layer.module.parts:
             for name, split, join in circuit.matrices():
                 found[circuit.get_parameter(name)] = Blocks(split, join)
     return found

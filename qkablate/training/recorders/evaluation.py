@@ -5,20 +5,23 @@ Both draw no random numbers. Shape suffixes: N windows, T context, P positions, 
 
 import hashlib
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
 from functools import partial
+from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from qkablate.config import Config, read_limit
-from qkablate.data import IGNORE, Batch, EvalMetrics
+from qkablate.data import IGNORE, Batch, Data, EvalMetrics
 from qkablate.data.batches import evenly_spaced
 from qkablate.models.base import Model
 from qkablate.runs import predictions
 from qkablate.runs.predictions import PredictionsHeader
 from qkablate.training import hardware
+from qkablate.training.distributed.ranks import SINGLE_PROCESS, Ranks
 from qkablate.training.feed import on_device
 from qkablate.training.resolve import RunPlan
 from qkablate.training.step import TrainStep
@@ -31,28 +34,62 @@ MAX_PENDING = 2**22  # answers whose losses wait on the device
 TOKENS, WINDOWS = 1024, 8  # read for the predictions, whichever is more
 
 
-@torch.no_grad()
 def evaluate_split(
     plan: RunPlan, step: TrainStep, split: str, check_stop: Callable[[], None]
 ) -> EvalMetrics:
     """Return the sums over a split or a part of it; `check_stop` may raise."""
-    config, data = plan.config, plan.data
-    device, context = config.device, config.model.context
+    context, limit = plan.config.model.context, read_limit(plan.config, split)
+    size = choose_batch_size(plan.config, plan.data, split, limit)
+    batches = plan.data.split_batches(split, batch_size=size, context=context, limit=limit)
+    return sum_losses(plan.config, step, batches, check_stop)
+
+
+def choose_batch_size(config: Config, data: Data, split: str, limit: int | None) -> int:
+    """Return how many windows are evaluated at once, of a split or a part of it."""
+    context = config.model.context
     at_once = min(eval_tokens(config), int(EVAL_LOGITS / data.vocabulary / data.answer_fraction))
-    size, limit = max(1, at_once // context), read_limit(config, split)
+    size = max(1, at_once // context)
     if limit is not None:
         read = min(limit, data.tokens["test"]) if split == "test" else limit
         windows = math.ceil(read / context)
         # Little padding. Longer readings of validation keep the size, on which last bits depend.
         parts = math.ceil(windows / size) if split == "test" else 1
         size = min(size, math.ceil(windows / parts))
+    return size
+
+
+@dataclass(frozen=True)
+class ModelLosses:
+    """A model and its losses outside of training."""
+
+    model: Model
+
+    @property
+    def ranks(self) -> Ranks:
+        return SINGLE_PROCESS
+
+    def loss(self, *args: Any, **kwargs: Any) -> Tensor:
+        return self.model.loss(*args, **kwargs)
+
+    def loss_and_hits(self, *args: Any) -> tuple[Tensor, Tensor]:
+        return self.model.loss_and_hits(*args)
+
+
+@torch.no_grad()
+def sum_losses(
+    config: Config,
+    step: TrainStep | ModelLosses,
+    batches: Iterable[Batch],
+    check_stop: Callable[[], None] = lambda: None,
+) -> EvalMetrics:
+    """Return the sums over some batches of one shape; `check_stop` may raise."""
     totals, pending = EvalMetrics(), PendingLosses()
+    training = step.model.training
     step.model.eval()
     try:
-        batches = data.split_batches(split, batch_size=size, context=context, limit=limit)
         for batch, counts in step.ranks.shard_eval(batches):
             check_stop()
-            moved = on_device(batch, device)
+            moved = on_device(batch, config.device)
             arguments = *moved.inputs, moved.targets_NA, moved.positions_NA
             with hardware.autocast(config):
                 if batch.slices is None:
@@ -65,7 +102,7 @@ def evaluate_split(
                 pending.add_to(totals)
         pending.add_to(totals)
     finally:
-        step.model.train()
+        step.model.train(training)
     totals, *others = step.ranks.all_gather(totals)
     for other in others:
         totals.merge(other)

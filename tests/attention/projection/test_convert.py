@@ -10,11 +10,18 @@ from qkablate.attention import OV_CIRCUITS, QK_CIRCUITS, UnsupportedCombination
 from qkablate.attention.projection.project import convert, distance, scaled_circuit
 from qkablate.attention.qk.unprojected import Uniform
 from qkablate.attention.tensors import by_head
-from tests.attention.random_layers import PAIRS, random_layer, random_qk, randomized, stream
+from tests.attention.random_layers import (
+    PAIRS,
+    qk_for,
+    random_layer,
+    random_qk,
+    randomized,
+    stream,
+)
 
 CONTENT = [name for name in QK_CIRCUITS if name not in ("static", "uniform")]
 SETTABLE = [name for name in CONTENT if name not in ("no_qk", "reassociated")]
-UNSETTABLE_OV = ("no_vo", "tied")
+UNSETTABLE_OV = ("no_vo", "tied", "latent")
 EXACT = {"rtol": 1e-10, "atol": 1e-10}
 
 
@@ -342,7 +349,7 @@ def test_low_rank_at_d_head_is_standard_bit_for_bit():
 
 def some_ov(name, **other):
     """Return an OV circuit with a QK circuit."""
-    qk = random_qk("separate", **other)
+    qk = random_qk(qk_for(name), **other)
     return randomized(OV_CIRCUITS[name](qk.spec, qk)), qk
 
 

@@ -11,7 +11,7 @@ from torch.nn import functional as F
 
 from qkablate.config import DataConfig, ModelConfig, VariantConfig, resolve_variant
 from qkablate.config.data import SPLITS
-from qkablate.data import IGNORE, EvalMetrics, Pairs, corpus, find_data, open_data, sources
+from qkablate.data import IGNORE, EvalMetrics, Pairs, find_data, open_data, sources
 from qkablate.data.batches import DOCUMENT, PAD
 from qkablate.data.corpus import open_corpus
 from qkablate.data.pairs.sources import open_pairs
@@ -243,7 +243,7 @@ def test_a_pair_of_unknown_file_is_its_own_document(write, monkeypatch):
     assert read_documents(pairs) == [*range(count)]
     assert read_documents(pairs, limit=2 * 12) == [0, 1]
     assert next(pairs.split_batches("val", batch_size=4, context=12)).slices == {}
-    monkeypatch.setattr(corpus, "MAX_DOCUMENT_GROUPS", 2)
+    monkeypatch.setattr("qkablate.data.batches.MAX_DOCUMENT_GROUPS", 2)
     assert read_documents(pairs) == [2 * i // count for i in range(count)]
     pairs = open_data(write("few.tsv", rows_of("tsv", ROWS[:20])), MODEL)
     assert len(pairs.splits["test"]) == 1

@@ -14,6 +14,7 @@ from qkablate.models.build import build_model
 from qkablate.training.optim import check_optimizer, make_optimizer, muon
 from qkablate.training.optim.muon import Muon, find_matrices, orthogonalize
 from tests.attention import test_initialization as layers
+from tests.attention.random_layers import qk_for
 
 SIZE = ModelConfig(layers=1, d_model=16, heads=2, context=8, bias=True, tied=False)
 LR, DECAY = 0.01, 0.1
@@ -192,7 +193,7 @@ def test_matched_rates_match_the_speed_of_the_scores(qk, site):
 
 def test_every_output_circuit_names_its_matrices():
     for name in OV_CIRCUITS:
-        circuit = layers.initialized(ov=name).ov
+        circuit = layers.initialized(qk_for(name), name).ov
         matrices = {parameter for parameter, _, _ in circuit.matrices()}
         assert matrices == {n for n, p in circuit.named_parameters() if p.dim() == 2}
 
