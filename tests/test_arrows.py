@@ -35,6 +35,7 @@ ALLOWED = {
     "verify": {"models", "attention"},
     "tracking": {"runs"},
     "training": {"models", "diagnostics", "attention", "data", "runs", "tracking"},
+    "pretrained": {"training", "models", "attention", "data", "runs"},
     "sweeps": {"training", "models", "data", "runs", "tracking"},
     "analysis": {"sweeps", "data", "runs"},
     "report": {"analysis", "runs"},
@@ -46,7 +47,7 @@ ALLOWED = {
     },
     "cli": {
         *("api", "compose", "dashboard", "report", "analysis", "verify", "sweeps", "training"),
-        *("diagnostics", "models", "attention", "data", "runs", "tracking"),
+        *("pretrained", "diagnostics", "models", "attention", "data", "runs", "tracking"),
     },
     "__main__": {"cli"},
 }

@@ -66,6 +66,8 @@ def check_command(words: list[str]) -> None:
     elif verb == "ls":
         for word in keys:
             load_verb("ls").parse_filter(word)
+    elif verb in ("import", "export"):
+        assert {key.partition("=")[0] for key in keys} <= {*load_verb(verb).KEYS}
     elif verb in ("sample", "inspect", "eval"):
         runs_and_keys(words, load_verb(verb).KEYS)
     else:
@@ -104,6 +106,7 @@ def test_command_of_the_docs_is_valid(page, command, tmp_path):
         "cost model.width=3",
         "verify model.width=3",
         "sample merged_w promt=a",
+        "import gpt2 name=x",
     ],
 )
 def test_invalid_command_is_noticed(command):

@@ -12,6 +12,7 @@ from qkablate.attention.kernels import choice
 from qkablate.attention.kernels.dispatch import attend, causal_mask
 from qkablate.attention.modifiers import (
     NORMS,
+    ROPE_THETA,
     Alibi,
     QKNorm,
     Rope,
@@ -79,6 +80,7 @@ class Attention(nn.Module):
         norm: str = "none",
         mask_self: bool = False,
         position: str = "none",
+        rope_theta: float = ROPE_THETA,
         device: str = "cpu",
         precision: str = "fp32",
         gpu: choice.Gpu | None = None,
@@ -113,10 +115,10 @@ class Attention(nn.Module):
         if position == "rope" and spec.rope_dims:
             self.rope_dims = RopeDims(spec, self.qk, self.scale)
             self.scale = self.rope_dims.scale
-            self.rope = Rope(spec.rope_dims, spec.context or 0)
+            self.rope = Rope(spec.rope_dims, spec.context or 0, rope_theta)
         elif position == "rope":
             check_rope(self.qk)
-            self.rope = Rope(self.qk.width, spec.context or 0)
+            self.rope = Rope(self.qk.width, spec.context or 0, rope_theta)
         elif position == "alibi":
             self.alibi = Alibi(spec.heads, spec.context or 0)
         learned_bias = type(self.qk).score_bias is not QK.score_bias

@@ -11,6 +11,7 @@ from qkablate.attention.spec import Circuit, Spec, UnsupportedCombination
 from qkablate.attention.tensors import empty_matrix, map_to_heads
 
 NORMS = ("none", "qk", "unit_keys")
+ROPE_THETA = 10000.0  # of Su et al.
 
 
 class QKNorm(Circuit):
@@ -144,21 +145,21 @@ class PositionTable(nn.Module):
 class Rope(PositionTable):
     """Rotary positions (Su et al., 2021): cosines and sines, as 2TP with P = E/2 planes."""
 
-    def __init__(self, width: int, context: int) -> None:
-        self.width, self.context = width, context
+    def __init__(self, width: int, context: int, theta: float = ROPE_THETA) -> None:
+        self.width, self.context, self.theta = width, context, theta
         super().__init__((2, context, width // 2))
 
     def compute(self) -> Tensor:
-        return torch.stack(_rotations(0, self.context, self.width))
+        return torch.stack(_rotations(0, self.context, self.width, self.theta))
 
     def forward(self, x_BHTE: Tensor, first: int = 0) -> Tensor:
-        """Rotate plane (a, a + E/2) by position · 10000^(−2a/E); the first is `first`."""
+        """Rotate plane (a, a + E/2) by position · θ^(−2a/E); the first is `first`."""
         (length, width), dtype = x_BHTE.shape[-2:], torch.promote_types(x_BHTE.dtype, torch.float32)
         last = first + length
         if last <= self.context and self.table.dtype == dtype:
             cos_TP, sin_TP = self.table[:, first:last].unbind()
         else:
-            angles = _rotations(first, length, width)
+            angles = _rotations(first, length, width, self.theta)
             cos_TP, sin_TP = (angle.to(x_BHTE.device, dtype) for angle in angles)
         a, b = x_BHTE.chunk(2, dim=-1)
         rotated = torch.cat([a * cos_TP - b * sin_TP, a * sin_TP + b * cos_TP], -1)
@@ -190,11 +191,11 @@ class Alibi(PositionTable):
         return rows_HTS.to(like.dtype)
 
 
-def _rotations(first: int, length: int, width: int) -> tuple[Tensor, Tensor]:
+def _rotations(first: int, length: int, width: int, theta: float) -> tuple[Tensor, Tensor]:
     """Return cosines and sines of RoPE's angles as TP, in fp64."""
     plane = torch.arange(width // 2, dtype=torch.float64, device="cpu")
     position = torch.arange(first, first + length, dtype=torch.float64, device="cpu")
-    angle_TP = position.unsqueeze(1) * 10000 ** (-2 * plane / width)
+    angle_TP = position.unsqueeze(1) * theta ** (-2 * plane / width)
     return angle_TP.cos(), angle_TP.sin()
 
 

@@ -24,7 +24,9 @@ VERBS = {
     "sample": "generate text with a trained run, translate, or answer",
     "eval": "evaluate trained runs on any data, without training",
     "inspect": "measure circuits and attention of a run, head by head",
+    "import": "take a published GPT-2 or Llama as a run",
     "project": "convert a trained run to another variant and fine-tune it",
+    "export": "write the weights of a run for transformers",
     "dashboard": "save the view of a sweep in Weights & Biases",
     "sync": "upload offline logs to Weights & Biases",
     "export-logs": "write logs for TensorBoard or MLflow",
@@ -55,6 +57,7 @@ Examples
   qkablate eval merged_w                     its loss, here or on other data
   qkablate inspect merged_w                  circuits and attention of its heads
   qkablate project standard variant=no_q      gap by the form, or by training?
+  qkablate import gpt2                        a published model as a run
   qkablate sync                               upload offline logs to W&B
   qkablate variants                           all variants
   qkablate data show data=recall              samples of a data set

@@ -124,6 +124,8 @@ def main(argv: list[str]) -> int:
     text = attend(restored, args)
     inputs, source = choose_inputs(restored, args.keys.get("data.cache", "auto"))
     starts = initial_layers(model, config, restored.folder / "start")
+    if restored.is_imported:  # how it began is not known
+        starts = iter(())
     row = DiagnosticPanel(model, *inputs, starts=starts).row()
     attention = model.variant_layer().module
     name = restored.folder.resolve().name

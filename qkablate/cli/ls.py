@@ -44,7 +44,10 @@ _KEYS = {
     "seed": "seed",
     "status": "status",
 }
-STATUSES = ("done", "diverged", "failed", "running", "interrupted", "damaged", "unfinished")
+STATUSES = (
+    *("done", "diverged", "failed", "running", "interrupted", "imported", "damaged"),
+    "unfinished",
+)
 SORTS = ("age", "name", "loss", *_KEYS)
 
 HELP = """qkablate ls: the runs and sweeps in a folder, the newest first.
@@ -67,8 +70,8 @@ Examples
 
 Columns: a name is variant, width, heads and seed, and how the id begins; any
 verb takes it as RUN. Losses are in nats per token. Status is done, diverged,
-failed, running, interrupted or damaged; that of a sweep done, running,
-unfinished or damaged.
+failed, running, interrupted, imported or damaged; that of a sweep done,
+running, unfinished or damaged.
 
 Flags
 {flags}
@@ -282,11 +285,13 @@ def _next_commands(
         verb = "results" if sweeps[0]["counts"].get("done") else "status"
         commands.append([verb, sweeps[0]["name"]])
     short = shorten_names(run.name for run in runs)
-    done = [run for run in runs if run.status == "done"]
+    done, imported = (
+        [run for run in runs if run.status == status] for status in ("done", "imported")
+    )
     if pair := _find_pair(done):
         commands.append(["compare", *(short[run.name] for run in pair)])
-    elif done:
-        commands.append(["inspect", short[done[0].name]])
+    elif done or imported:
+        commands.append(["inspect", short[[*done, *imported][0].name]])
     if not commands and runs:
         commands.append(["report", short[runs[0].name]])
     return [[*words, *out_words(out)] for words in commands]

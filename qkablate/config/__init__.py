@@ -160,6 +160,12 @@ def check(config: Config) -> None:
         raise ImpossibleConfig("optim.lr_final: schedule=constant ends at its peak")
     if model.norm == "none" and model.norm_kind != "layer":
         raise ImpossibleConfig(f"model.norm_kind: {model.norm_kind}, but model.norm=none has none")
+    if model.norm == "none" and model.norm_eps != ModelConfig().norm_eps:
+        raise ImpossibleConfig(f"model.norm_eps: {model.norm_eps}, but model.norm=none has none")
+    if model.position != "rope" and model.rope_theta != ModelConfig().rope_theta:
+        raise ImpossibleConfig(
+            f"model.rope_theta: {model.rope_theta}, but only model.position=rope has wavelengths"
+        )
     if not model.mlp_ratio and model.mlp != "gelu":
         raise ImpossibleConfig(f"model.mlp: {model.mlp}, but model.mlp_ratio=0 removes the MLP")
     if model.mlp_ratio and mlp_units(model) < 1:

@@ -124,9 +124,15 @@ class ModelConfig:
     position: str = parameter_key(
         "learned", "positions:", choices=("learned", "none", "alibi", "rope")
     )
+    rope_theta: float = parameter_key(
+        10000.0, "base of the wavelengths of position=rope", bounds=(1, 1e12)
+    )
     norm: str = parameter_key("pre", "norm before each sublayer:", choices=("pre", "none"))
     norm_kind: str = parameter_key(
         "layer", "LayerNorm, or RMSNorm without biases:", choices=("layer", "rms")
+    )
+    norm_eps: float = parameter_key(
+        1e-5, "added to the variance, or mean square, in each norm", bounds=(0, 1)
     )
     attention_skip: bool = parameter_key(True, "false: the attention's output replaces its input")
     init: str = parameter_key(

@@ -150,6 +150,7 @@ def make_attention(
             mask_self=variant.mask_self and site != "cross",
             # Positions of two sequences have no distance.
             position=model.position if model.position in rotated and site != "cross" else "none",
+            rope_theta=model.rope_theta,
             dropout=model.dropout,
             **options,
         )

@@ -22,8 +22,6 @@ from qkablate.models.blocked_loss import blocked_loss, rows_per_block
 from qkablate.models.catalogue import make_attention
 from qkablate.models.mlp import make_mlp
 
-_RMS_EPS = 1e-5  # Llama's
-
 
 class Block(nn.Module):
     """Attention and MLP, each with a norm (if any) before and a residual connection around it.
@@ -272,5 +270,5 @@ def make_norm(config: ModelConfig) -> nn.Module:
     if config.norm == "none":
         return nn.Identity()
     if config.norm_kind == "rms":
-        return nn.RMSNorm(config.d_model, eps=_RMS_EPS)
-    return nn.LayerNorm(config.d_model, bias=config.bias)
+        return nn.RMSNorm(config.d_model, eps=config.norm_eps)
+    return nn.LayerNorm(config.d_model, eps=config.norm_eps, bias=config.bias)

@@ -61,6 +61,10 @@ def summarize_run(folder: Path, observer: LeaseObserver) -> RunSummary:
     except ValueError:
         return RunSummary(folder, "damaged", written)
     result = read_result(folder)
+    if result is None and os.path.isfile(folder / "origin.json"):
+        unknown = ("data.", "train.", "optim.", "seed")  # the defaults are nobody's choice
+        settings = {k: v for k, v in settings.items() if not k.startswith(unknown)}
+        return RunSummary(folder, "imported", written, settings)
     if result is None:
         is_leased = observer.is_leased(folder)
         status = "running" if is_leased else "interrupted"

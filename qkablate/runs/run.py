@@ -11,6 +11,7 @@ Imports neither torch nor training, so that reports can read runs anywhere.
     branches/          checkpoints for runs of another length: see prefix.py
     start/             initial weights from another run: see training/warm_start/start.py
     predictions/       predictions at fixed positions, over training: see predictions.py
+    origin.json        of an imported run: where its weights were published, with checksums
     attention_map.safetensors  attention over one text, at the end: see attention_map.py
     document_losses.safetensors  test loss by document: see document_losses.py
     result.json        written last, atomically
@@ -64,6 +65,9 @@ _ATTEMPT_FILES = (
 
 _MOST_SHOWN = 4  # runs that an ambiguous name is said to match
 
+IMPORTED = "imported"  # the key of an identity that hashes the published weights of a run
+ORIGIN_FILE = "origin.json"
+
 EXIT_CODES = {"done": 0, "failed": 1, "diverged": 3}  # by the status in result.json
 
 
@@ -77,6 +81,8 @@ _EARLIER = {
     "model.source": None,
     "model.mlp": "gelu",
     "model.norm_kind": "layer",
+    "model.norm_eps": 1e-5,
+    "model.rope_theta": 10000.0,
     "optim.optimizer": "adamw",
     "optim.momentum": 0.95,
     "variant.sites": "all",

@@ -54,7 +54,7 @@ def test_unknown_verb(qkablate):
     assert done.code == 2
     assert done.err == (
         "qkablate: verb 'trian' (nearest: train) is not one of train, variants, verify, …"
-        " (`qkablate --help` lists all 21)\n"
+        " (`qkablate --help` lists all 23)\n"
     )
 
 

@@ -112,10 +112,11 @@ def choose_inputs(restored: RestoredRun, cache: str) -> tuple[tuple[Tensor, ...]
     data, folder = find_run_data(restored, cache), corpus.cache_dir(DataConfig(cache=cache))
     if data is not None and data.vocabulary == vocabulary and data.tokens["val"] >= context:
         return validation_inputs(data, context), f"the validation split of {data.name}"
-    print_stderr(
-        f"qkablate: the run's data is not prepared in '{folder}': the attention is computed on"
-        " random tokens (data.cache=FOLDER names another cache)"
-    )
+    reason = f"the run's data is not prepared in '{folder}'"
+    hint = " (data.cache=FOLDER names another cache)"
+    if restored.is_imported:
+        reason, hint = "an imported run has no data of its own", ""
+    print_stderr(f"qkablate: {reason}: the attention is computed on random tokens{hint}")
     rng, rows = named_generator(0, "mechanism", "tokens"), max(1, TOKENS // min(context, LENGTH))
     lengths = restored.model.input_lengths()
     inputs = [rng.integers(vocabulary, size=(rows, min(length, LENGTH))) for length in lengths]

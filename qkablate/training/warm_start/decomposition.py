@@ -77,13 +77,15 @@ def plan_decompositions(
 ) -> list[Decomposition]:
     """Plan and check the runs for every trained run, before anything is trained."""
     set_keys = [override.partition("=")[0].lstrip("+") for override in overrides]
-    _check_overrides(set_keys)
     folders = [find_run(run, out) for run in runs]
     parents = [restore_parent(InitFromConfig(run=str(folder)), out) for folder in folders]
+    _check_overrides(set_keys, has_data=not any(parent.is_imported for parent in parents))
     _check_same_arm(parents)
     decompositions = []
     for parent in parents:
         added = _make_overrides(parent.config, set_keys, steps)
+        if parent.is_imported:
+            added = _make_imported_overrides(parent.config, overrides, steps)
         requested = compose([*overrides, *added, f"out={out}"])
         continued, projected = (
             _make_finetune_config(parent, requested, set_keys, use_variant)
@@ -92,7 +94,7 @@ def plan_decompositions(
         data = _open_parent_data(parent, continued, set_keys)
         plans = plan_run(continued, data=data), plan_run(projected, data=data)
         scratch = None
-        if parent.config.init_from.run is None:
+        if parent.config.init_from.run is None and not parent.is_imported:
             config = _make_scratch_config(parent, requested, set_keys)
             scratch = plan_run(config, is_writer=False, data=data)
         decompositions.append(Decomposition(parent, *plans, scratch))
@@ -151,9 +153,24 @@ def _make_overrides(parent: Config, set_keys: Collection[str], steps: int) -> li
     return overrides
 
 
-def _check_overrides(set_keys: Collection[str]) -> None:
-    """Raise UserError for a key that only the parent determines."""
+def _make_imported_overrides(parent: Config, overrides: list[str], steps: int) -> list[str]:
+    """Return the same for an imported run: its size, its tokens, and a rate of fine-tuning."""
+    given = dict(override.split("=", 1) for override in overrides if "=" in override)
+    added = [f"model.{key}={as_word(value)}" for key, value in vars(parent.model).items()]
+    added.append(f"train.steps={steps}")
+    is_text = not given.get("data", "stdlib").startswith(tuple(TASKS))
+    if parent.data.tokenizer is not None and is_text and "data.tokenizer" not in given:
+        added.append(f"data.tokenizer={parent.data.tokenizer}")
+    if not {"optim.lr", "optim"} & {*given}:
+        added.append(f"optim.lr={_finetune_lr(parent)}")
+    return added
+
+
+def _check_overrides(set_keys: Collection[str], *, has_data: bool) -> None:
+    """Raise UserError for a key that only the parent determines; it may have data or not."""
     for key in set_keys:
+        if not has_data and key.partition(".")[0] in ("data", "seed", "seeds"):
+            continue
         if key == "optim":
             raise UserError(
                 "optim: write optim.optimizer=muon or adamw; the other settings are the run's"
@@ -176,14 +193,17 @@ def _make_finetune_config(
 
     The `set_keys` are taken from the `requested` config, the others from the parent's.
     """
+    # Both runs of all seeds are one group, told apart by their arms.
+    group = requested.tracking.group or f"finetuned-{label(parent.config).rpartition('-s')[0]}"
     keys = {*set_keys} | {k for key in set_keys for k in _DEPENDENT_KEYS.get(key, ())} | _USER_KEYS
     keys |= {"train.steps", "optim.lr", "optim.schedule", "optim.warmup", "optim.cooldown"}
     keys -= {key for key in keys if key.partition(".")[0] == "variant"}
     if use_variant:
         keys.add("variant")
     config = _replace_keys(parent.config, requested, keys)
-    # Both runs of all seeds are one group, told apart by their arms.
-    group = requested.tracking.group or f"finetuned-{label(parent.config).rpartition('-s')[0]}"
+    if parent.is_imported:  # the rest of its config is nobody's choice
+        variant = requested.variant if use_variant else parent.config.variant
+        config = dataclasses.replace(requested, model=parent.config.model, variant=variant)
     return dataclasses.replace(
         config,
         train=dataclasses.replace(config.train, tokens=None, fsdp=False),
@@ -213,7 +233,9 @@ def _open_parent_data(parent: RestoredRun, config: Config, set_keys: Collection[
     """
     data, model = config.data, config.model
     check(Config(data=data))
-    if data.source in TASKS:
+    if parent.is_imported:  # the user's choice
+        corpus.check_available(data)
+    if data.source in TASKS or parent.is_imported:
         return open_data(data, model)
     sources = [key for key in _SOURCES if getattr(data, key) is not None]
     if not all(f"data.{key}" in set_keys for key in sources) or not sources:

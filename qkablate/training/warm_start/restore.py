@@ -21,7 +21,7 @@ from qkablate.models.base import Model
 from qkablate.models.build import build_model
 from qkablate.models.catalogue import resolve_circuits
 from qkablate.runs.records import read_config, read_json
-from qkablate.runs.run import check_identity
+from qkablate.runs.run import IMPORTED, check_identity
 from qkablate.training import checkpoint
 
 
@@ -36,6 +36,11 @@ class RestoredRun:
     step: int
     model: Model  # on the meta device unless its weights are loaded
 
+    @property
+    def is_imported(self) -> bool:
+        """True if the weights were published, and not trained by this program."""
+        return IMPORTED in self.identity
+
     def tokenizer(self) -> tokenizers.Tokenizer:
         """Return the tokenizer; raise UserError if the run has none or it is damaged."""
         if self.config.data.source in TASKS:
@@ -48,6 +53,11 @@ class RestoredRun:
         vocabulary = self.model.vocabulary - has_masks(self.config.data)
         path = self.folder / "tokenizer.json"
         description = read_json(path)
+        if description is None and self.is_imported and self.config.data.tokenizer is None:
+            raise UserError(
+                f"'{self.folder}' was imported with a tokenizer of its own, which qkablate does not"
+                " read: no text can be written in its tokens"
+            )
         if not path.exists():  # as in older runs; bytes need none
             if self.config.data.tokenizer != "bytes":
                 raise UserError(f"'{path}' does not exist; train the run again with --rerun")

@@ -83,7 +83,12 @@ def check_parent(parent: RestoredRun, config: Config, model: Model, data_fingerp
                 f"{key}: {value} given, but '{name}' has {parent_config[key]}: the sizes of both"
                 " runs must be equal"
             )
-    if parent.identity["data_fingerprint"] != data_fingerprint:
+    if parent.is_imported:  # from data that is not known: those of a run are its own choice
+        if parent.model.vocabulary != model.vocabulary:
+            tokens = f"{parent.model.vocabulary:,} tokens, and the data {model.vocabulary:,}"
+            hint = "; give data.tokenizer=gpt2" if parent.config.data.tokenizer == "gpt2" else ""
+            raise UserError(f"init_from.run: '{name}' has {tokens}{hint}")
+    elif parent.identity["data_fingerprint"] != data_fingerprint:
         raise UserError(f"init_from.run: '{name}' was trained on other data; give its data keys")
     # The layers of a site are alike.
     sources, targets = (

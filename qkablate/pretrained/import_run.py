@@ -1,0 +1,203 @@
+"""A published checkpoint as a run folder: whole, or not at all.
+
+Everything is checked before anything is written; the folder gets its name last. The run has no
+result, no metrics and no data: `identity` says which files it was made of.
+"""
+
+import fcntl
+import os
+import re
+import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from qkablate.config import Config, DataConfig, OptimConfig, resolve
+from qkablate.data.progress import Progress
+from qkablate.disk import hash_file, make_folder, sync_folder
+from qkablate.errors import UserError, sanitize
+from qkablate.pretrained.layouts import PREFIXES
+from qkablate.pretrained.published_config import Architecture, parse_config
+from qkablate.pretrained.repository import CONFIG, Repository, origin_of
+from qkablate.runs.records import write_json
+from qkablate.runs.run import IMPORTED, ORIGIN_FILE, Run, free_bytes, identity, run_id
+from qkablate.strict_json import hash_json
+from qkablate.table import format_bytes
+
+_NAME = re.compile(r"[A-Za-z0-9][\w.+-]{0,99}", re.ASCII)
+GPT2_VOCABULARY = 50257
+_LR = 6e-4  # the rate that models of GPT-2's size are trained at; fine-tuning takes 0.3 of it
+
+
+@dataclass(frozen=True)
+class ImportedRun:
+    """An imported run, and what was found on the way."""
+
+    folder: Path
+    architecture: Architecture
+    origin: dict[str, Any]
+    params: int
+    is_new: bool
+
+    @property
+    def has_tokenizer(self) -> bool:
+        """Return whether text can be written in the model's tokens."""
+        return has_gpt2_tokens(self.architecture)
+
+
+def has_gpt2_tokens(architecture: Architecture) -> bool:
+    """Return whether the vocabulary of a model is GPT-2's."""
+    return architecture.family == "gpt2" and architecture.vocabulary == GPT2_VOCABULARY
+
+
+def import_run(
+    found: Repository, out: str, name: str | None = None, context: int | None = None
+) -> ImportedRun:
+    """Write a published model as a run, unless it is there."""
+    label = name or found.name
+    if not _NAME.fullmatch(label):
+        raise UserError(
+            f"as: '{sanitize(label[:60])}' is not made of letters, digits, . _ + - (100 at most)"
+        )
+    architecture = parse_config(found.read_config(), context)
+    files = found.weight_files()
+    from qkablate.pretrained.weights import find_tensors, load_tensors
+    from qkablate.training import checkpoint, hardware
+    from qkablate.training.resolve import build_empty_model
+
+    tensors = find_tensors(architecture, files)
+    params = sum(entry_size(entry.shape) for entry in architecture.entries().values())
+    root = Path(out).expanduser()
+    _check_room(root, params, hardware.free_memory())
+    progress = Progress(f"import {label}")
+    sums = _hash_files([found.folder / CONFIG, *files], progress)
+    config = _make_config(architecture, out)
+    model = build_empty_model(config, architecture.vocabulary)
+    weights_of = {file: sums[file] for file in sums if file != CONFIG}
+    frozen = identity(
+        config,
+        data_fingerprint=IMPORTED,
+        vocabulary=architecture.vocabulary,
+        device="cpu",
+        kernel=model.kernel,
+        circuits_from_outside={},
+    ) | {IMPORTED: hash_json(weights_of)}
+    run = Run(out, label, run_id(frozen))
+    origin = origin_of(found, sums)
+    result = ImportedRun(run.folder, architecture, origin, params, True)
+    if (run.folder / "config.yaml").exists():
+        return replace(result, is_new=False)
+    progress.stage("weights", params, "parameters")
+    try:
+        weights = load_tensors(architecture, tensors, progress.update)
+    finally:
+        progress.close()
+    _check_weights(model.state_dict(), weights)
+    with _temporary_folder(run.folder) as temporary:
+        written = Run(temporary, label, run.id)
+        make_folder(written.folder)
+        checkpoint.save(
+            written.checkpoints, checkpoint.Checkpoint(checkpoint.TrainProgress(), weights)
+        )
+        write_json(written.folder / ORIGIN_FILE, origin)
+        if result.has_tokenizer:
+            write_json(written.folder / "tokenizer.json", {"name": "gpt2"})
+        written.freeze(config, frozen)
+        written.folder.rename(run.folder)
+        sync_folder(run.folder.parent)
+    return result
+
+
+def entry_size(shape: tuple[int, ...]) -> int:
+    """Return the number of elements of a shape."""
+    size = 1
+    for length in shape:
+        size *= length
+    return size
+
+
+def _check_weights(expected: dict[str, Any], weights: dict[str, Any]) -> None:
+    """Assert that the layouts name every tensor of the model with its shape."""
+    ours = {name: tuple(tensor.shape) for name, tensor in expected.items()}
+    assert ours == {name: tuple(tensor.shape) for name, tensor in weights.items()}, PREFIXES
+
+
+def _make_config(architecture: Architecture, out: str) -> Config:
+    """Return the config of the run: the model, and defaults that are the same on every machine."""
+    config = resolve(
+        Config(
+            variant=architecture.variant,
+            model=architecture.model,
+            data=DataConfig(),
+            optim=OptimConfig(lr=_LR),
+            device="cpu",
+            precision="fp32",
+            matmul="torch",
+            compile=False,
+            threads=1,
+            out=out,
+        )
+    )
+    train = replace(config.train, vmap=1)
+    tokenizer = "gpt2" if has_gpt2_tokens(architecture) else None
+    return replace(config, train=train, data=replace(config.data, tokenizer=tokenizer))
+
+
+def _check_room(root: Path, params: int, memory: float) -> None:
+    """Raise UserError if the disk or the memory cannot hold the weights in fp32."""
+    required = 4 * params + 2**20
+    try:
+        make_folder(root / "runs")
+        free = free_bytes(root)
+    except OSError as error:
+        raise UserError(f"out: cannot write in '{root}': {error.strerror or error}") from None
+    if free < required:
+        raise UserError(
+            f"out: '{root}' has {format_bytes(free)} free; the weights need"
+            f" {format_bytes(required)}"
+        )
+    if memory < required:
+        raise UserError(
+            f"the weights need {format_bytes(required)} of memory in fp32, and"
+            f" {format_bytes(memory)} are free"
+        )
+
+
+def _hash_files(files: list[Path], progress: Progress) -> dict[str, str]:
+    """Return the sha256 of files by name."""
+    sums, done = {}, 0
+    progress.stage("checksums", sum(file.stat().st_size for file in files))
+    try:
+        for file in files:
+            sums[file.name] = hash_file(file)
+            done += file.stat().st_size
+            progress.update(done)
+    except OSError as error:
+        raise UserError(f"{file.name}: it cannot be read: {error.strerror}") from None
+    finally:
+        progress.close()
+    return sums
+
+
+@contextmanager
+def _temporary_folder(final: Path) -> Iterator[Path]:
+    """Yield an empty folder beside a run, which this process alone writes; it is removed.
+
+    What an import that was killed has left in it is removed first. No list shows what is in it.
+    """
+    folder = final.with_name(f".importing-{final.name[-12:]}.tmp")
+    folder.mkdir(exist_ok=True)
+    descriptor = os.open(folder, os.O_RDONLY | os.O_NOFOLLOW | os.O_DIRECTORY)
+    try:
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise UserError("another process is importing this model; wait for it") from None
+        for left in folder.iterdir():
+            shutil.rmtree(left)
+        yield folder
+        shutil.rmtree(folder)
+    finally:
+        os.close(descriptor)

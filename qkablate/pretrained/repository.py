@@ -1,0 +1,214 @@
+"""The files of a published model: in a folder, on the Hub, or in its local cache.
+
+Only config.json and safetensors files are read or downloaded; no code and no pickle.
+"""
+
+import json
+import os
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from qkablate.data.network import is_reachable
+from qkablate.disk import open_file
+from qkablate.errors import UserError, nearest_hint, sanitize
+from qkablate.strict_json import parse_json
+
+NAMES = {
+    name: f"openai-community/{name}" for name in ("gpt2", "gpt2-medium", "gpt2-large", "gpt2-xl")
+}
+CONFIG, WEIGHTS, INDEX = "config.json", "model.safetensors", "model.safetensors.index.json"
+_MAX_JSON_BYTES = 2**24
+_MAX_SHARDS = 1000
+_SHARD = re.compile(r"[\w-][\w.-]*\.safetensors", re.ASCII)
+_TIMEOUT = 2.0  # seconds for the Hub's answer about a repository
+_PICKLES = ("pytorch_model.bin", "pytorch_model.bin.index.json", "model.bin")
+
+
+@dataclass(frozen=True)
+class Repository:
+    """A published model: where it came from, and its files here."""
+
+    repository: str | None  # its name on the Hub
+    revision: str | None  # the commit there
+    typed: str  # what the user typed
+    folder: Path
+
+    @property
+    def name(self) -> str:
+        """A name for the run."""
+        last = (self.repository or os.path.abspath(os.path.expanduser(self.typed))).split("/")[-1]
+        return re.sub(r"[^\w.-]+", "-", last, flags=re.ASCII).strip("-.")[:60] or "imported"
+
+    def read_config(self) -> Any:
+        """Return the content of config.json."""
+        return _read_json(self.folder, CONFIG)
+
+    def weight_files(self) -> list[Path]:
+        """Return the files of the weights, in the order of their names."""
+        if (self.folder / WEIGHTS).is_file():
+            return [self.folder / WEIGHTS]
+        if not (self.folder / INDEX).is_file():
+            self._refuse_without_weights()
+        return [self.folder / name for name in shard_names(_read_json(self.folder, INDEX))]
+
+    def _refuse_without_weights(self) -> None:
+        place = f"'{sanitize(self.typed)}'"
+        if any((self.folder / name).exists() for name in _PICKLES):
+            raise UserError(
+                f"{place} has its weights as a pickle alone, which may run code and is never read;"
+                f" convert it with transformers: model.save_pretrained('FOLDER') writes {WEIGHTS}"
+            )
+        raise UserError(f"{place} has no {WEIGHTS} and no {INDEX}")
+
+
+def shard_names(index: Any) -> list[str]:
+    """Return the files that an index names; UserError unless each is a file beside it."""
+    places = index.get("weight_map") if isinstance(index, dict) else None
+    if not isinstance(places, dict) or not places:
+        raise UserError(f"{INDEX}: it has no weight_map")
+    names = {*map(str, places.values())}
+    for name in sorted(names):
+        if not _SHARD.fullmatch(name):
+            raise UserError(
+                f"{INDEX}: '{sanitize(name[:80])}' is not the name of a safetensors file beside it"
+            )
+    if len(names) > _MAX_SHARDS:
+        raise UserError(f"{INDEX}: it names {len(names):,} files (allowed: {_MAX_SHARDS:,})")
+    return sorted(names)
+
+
+def find_repository(word: str, revision: str | None = None) -> Repository:
+    """Return the model that a word names: a folder, a known name, or OWNER/NAME on the Hub."""
+    folder = os.path.expanduser(word)
+    if os.path.isdir(folder):
+        if revision is not None:
+            raise UserError(f"revision: the folder '{sanitize(word)}' has none")
+        if not os.path.isfile(os.path.join(folder, CONFIG)):
+            raise UserError(f"'{sanitize(word)}' is no published model: it has no {CONFIG}")
+        return Repository(None, None, word, Path(folder))
+    name = NAMES.get(word, word)
+    if not re.fullmatch(r"[\w-][\w.-]*/[\w-][\w.-]*", name, re.ASCII):
+        raise UserError(
+            f"'{sanitize(word[:80])}'{nearest_hint(word, NAMES)} is no folder and no name on the"
+            f" Hub; write {', '.join(NAMES)}, OWNER/NAME, or a folder with {CONFIG} and {WEIGHTS}"
+        )
+    import huggingface_hub.constants as constants
+
+    if not constants.HF_HUB_OFFLINE and is_reachable(constants.ENDPOINT):
+        return _download(word, name, revision)
+    return _find_cached(word, name, revision)
+
+
+def _find_cached(word: str, name: str, revision: str | None) -> Repository:
+    """Return the model as the Hub's cache on this machine has it."""
+    from huggingface_hub import try_to_load_from_cache
+
+    path = try_to_load_from_cache(name, CONFIG, revision=revision)
+    if not isinstance(path, str):
+        what = f"revision '{sanitize(revision)}' of {name}" if revision else name
+        raise UserError(
+            f"{what} is out of reach: no network, and HF_HOME does not have it; run this where"
+            " there is one, copy that HF_HOME here, or give a folder with its config.json and"
+            " model.safetensors"
+        )
+    folder = Path(path).parent
+    return Repository(name, folder.name, word, folder)
+
+
+def _download(word: str, name: str, revision: str | None) -> Repository:
+    """Download the config and the weights into the Hub's cache, unless they are there."""
+    import huggingface_hub
+    from huggingface_hub.errors import HfHubHTTPError
+
+    try:
+        info = huggingface_hub.HfApi().model_info(name, revision=revision, timeout=_TIMEOUT)
+        files = {file.rfilename for file in info.siblings or ()}
+        commit = str(info.sha)
+
+        def load(file: str) -> Path:
+            return Path(huggingface_hub.hf_hub_download(name, file, revision=commit))
+
+        if CONFIG not in files:
+            raise UserError(f"{name} has no {CONFIG}: it is no model of transformers")
+        folder = load(CONFIG).parent
+        found = Repository(name, commit, word, folder)
+        if WEIGHTS in files:
+            load(WEIGHTS)
+        elif INDEX in files:
+            for shard in shard_names(_read_json(load(INDEX).parent, INDEX)):
+                load(shard)
+        elif any(file in files for file in _PICKLES):
+            raise UserError(
+                f"{name} has its weights as a pickle alone, which may run code and is never read;"
+                " look for a repository with model.safetensors"
+            )
+        else:
+            raise UserError(f"{name} has no {WEIGHTS}")
+        return found
+    except UserError:
+        raise
+    except HfHubHTTPError as error:
+        raise UserError(_explain(name, revision, error)) from None
+    except OSError as error:  # the connection was lost, or the disk is full
+        raise UserError(f"{name}: it cannot be downloaded: {_first_line(error)}") from None
+    except Exception as error:
+        if "httpx" in type(error).__module__ or isinstance(error, ValueError):
+            raise UserError(f"{name}: it cannot be downloaded: {_first_line(error)}") from None
+        raise
+
+
+def _explain(name: str, revision: str | None, error: Exception) -> str:
+    """Return what the Hub's refusal means."""
+    kind = type(error).__name__
+    if kind == "GatedRepoError":
+        return f"{name}: its owner grants access on request; ask there, and set HF_TOKEN"
+    if kind == "RevisionNotFoundError":
+        return f"revision: {name} has no '{sanitize(str(revision))}'"
+    if kind == "RepositoryNotFoundError":
+        return f"{name}: the Hub has no such model, or it is private and needs HF_TOKEN"
+    return f"{name}: it cannot be downloaded: {_first_line(error)}"
+
+
+def _first_line(error: BaseException) -> str:
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    return lines[0][:200] if lines else type(error).__name__
+
+
+def _read_json(folder: Path, name: str) -> Any:
+    """Return the content of a JSON file; UserError if it is none, or too large."""
+    try:
+        with open_file(folder / name) as file:
+            content = file.read(_MAX_JSON_BYTES + 1)
+    except OSError as error:
+        raise UserError(f"{name}: it cannot be read: {error.strerror}") from None
+    if len(content) > _MAX_JSON_BYTES:
+        raise UserError(f"{name}: it is larger than {_MAX_JSON_BYTES // 2**20} MB")
+    try:
+        return parse_json(content)
+    except ValueError:
+        raise UserError(f"{name}: it is not JSON") from None
+
+
+def origin_of(found: Repository, sha256: Mapping[str, str]) -> dict[str, Any]:
+    """Return what origin.json says of a model, with the checksums of its files."""
+    place: dict[str, Any] = {"repository": found.repository, "revision": found.revision}
+    if found.repository is None:
+        place = {"folder": found.typed}
+    return {**place, "sha256": dict(sha256)}
+
+
+def describe_origin(origin: Any) -> str:
+    """Return the place that an origin.json names, which is untrusted."""
+    if not isinstance(origin, dict):
+        return "a checkpoint"
+    name = origin.get("repository") or origin.get("folder") or "a checkpoint"
+    revision = origin.get("revision")
+    return sanitize(f"{name} at {str(revision)[:12]}" if revision else str(name))
+
+
+def write_json_text(value: Any) -> str:
+    """Return a config.json as transformers writes it."""
+    return json.dumps(value, indent=2, sort_keys=True) + "\n"

@@ -1,0 +1,135 @@
+"""Weights between the published layouts and ours."""
+
+import re
+from collections.abc import Callable, Iterable, Mapping
+from pathlib import Path
+
+import safetensors
+import torch
+from torch import Tensor
+
+from qkablate.errors import UserError, sanitize
+from qkablate.pretrained.layouts import PREFIXES, Entry, is_constant
+from qkablate.pretrained.published_config import Architecture
+from qkablate.pretrained.tensor_header import TensorInfo, read_header
+
+_FLOATS = ("F32", "F16", "BF16")
+
+
+def find_tensors(architecture: Architecture, files: list[Path]) -> dict[str, TensorInfo]:
+    """Return the tensors of a model by their names without prefix, all checked but their values.
+
+    UserError for a missing or an unexpected one, or another shape or type.
+    """
+    found: dict[str, tuple[str, TensorInfo]] = {}
+    prefix, family = PREFIXES[architecture.family], architecture.family
+    for file in files:
+        for full, info in read_header(file).items():
+            name = full.removeprefix(prefix)
+            if name in found:
+                raise UserError(f"{file.name}: {sanitize(full[:80])} is there twice")
+            if not is_constant(family, name):
+                found[name] = (full, info)
+    entries = architecture.entries()
+    if architecture.model.tied and "lm_head.weight" in found:
+        entries["lm_head.weight"] = _tied_head(architecture)
+    tensors, names = {}, [*found]
+    for name, entry in entries.items():
+        if name not in found:
+            if architecture.may_lack(entry):
+                continue
+            raise UserError(
+                f"{files[0].name}: {name} is missing, which config.json implies{_hint(name, names)}"
+            )
+        full, info = found.pop(name)
+        shape = _allowed_shape(architecture, entry, info.shape)
+        if info.shape != shape:
+            raise UserError(
+                f"{info.file.name}: {sanitize(full)} has the shape {[*info.shape]}, and config.json"
+                f" implies {[*shape]}"
+            )
+        if info.dtype not in _FLOATS:
+            raise UserError(
+                f"{info.file.name}: {sanitize(full)} has type {info.dtype}"
+                f" (allowed: {', '.join(_FLOATS)})"
+            )
+        tensors[full] = info
+    if found:
+        full, info = next(iter(found.values()))
+        raise UserError(
+            f"{info.file.name}: {sanitize(full[:80])} is no tensor of the model of config.json"
+        )
+    return tensors
+
+
+def _tied_head(architecture: Architecture) -> Entry:
+    """Return the entry of an output head that is the embedding."""
+    shape = (architecture.vocabulary, architecture.model.d_model)
+    return Entry("lm_head.weight", shape, ("token_embedding.weight",))
+
+
+def _hint(name: str, found: Iterable[str]) -> str:
+    """Return how many blocks there are, where one that is missing may be the reason."""
+    blocks = {int(m[1]) for other in found if (m := re.match(r"(?:h|layers)\.(\d{1,6})\.", other))}
+    return f" (it has {len(blocks)} blocks)" if re.match(r"(h|layers)\.\d", name) else ""
+
+
+def _allowed_shape(
+    architecture: Architecture, entry: Entry, shape: tuple[int, ...]
+) -> tuple[int, ...]:
+    """Return the shape that an entry must have; a table of positions may be longer than ours."""
+    if entry.name == "wpe.weight":
+        return (architecture.context, architecture.model.d_model)
+    return entry.shape
+
+
+def load_tensors(
+    architecture: Architecture,
+    tensors: Mapping[str, TensorInfo],
+    progress: Callable[[int], None],
+) -> dict[str, Tensor]:
+    """Return our weights in fp32 from the published ones; UserError for one that is not finite."""
+    entries, prefix = architecture.entries(), PREFIXES[architecture.family]
+    weights: dict[str, Tensor] = {}
+    done, head = 0, None
+    for file in dict.fromkeys(info.file for info in tensors.values()):
+        with safetensors.safe_open(file, framework="pt") as content:
+            for full in (name for name, info in tensors.items() if info.file == file):
+                value = content.get_tensor(full).float()
+                if not value.isfinite().all():
+                    raise UserError(f"{file.name}: {sanitize(full)} has values that are not finite")
+                name = full.removeprefix(prefix)
+                if name in entries:
+                    weights |= split_entry(entries[name], value)
+                else:
+                    head = value
+                done += value.numel()
+                progress(done)
+    if head is not None and not torch.equal(head, weights["token_embedding.weight"]):
+        raise UserError(
+            "lm_head.weight is not the embedding, which config.json says"
+            " (tie_word_embeddings: true)"
+        )
+    for entry in entries.values():  # those that the published model may lack
+        for part in entry.parts:
+            if part not in weights:
+                weights[part] = torch.zeros(entry.shape)
+    return weights
+
+
+def split_entry(entry: Entry, value: Tensor) -> dict[str, Tensor]:
+    """Return our tensors of a published one."""
+    value = value.T if entry.transposed else value
+    if entry.name == "wpe.weight":
+        value = value[: entry.shape[0]]
+    parts = value.chunk(len(entry.parts), -1)
+    return {
+        name: part.clone(memory_format=torch.contiguous_format)
+        for name, part in zip(entry.parts, parts, strict=True)
+    }
+
+
+def join_entry(entry: Entry, weights: Mapping[str, Tensor]) -> Tensor:
+    """Return a published tensor of ours."""
+    value = torch.cat([weights[part] for part in entry.parts], -1)
+    return (value.T if entry.transposed else value).contiguous()

@@ -1,0 +1,71 @@
+"""`qkablate import` as a user types it."""
+
+import json
+
+import pytest
+
+from tests.cli.helpers import assert_refused
+from tests.pretrained.test_import_run import write_published
+
+
+def test_imported_run_is_read_by_the_other_verbs(qkablate, tmp_path):
+    write_published(tmp_path / "mine", vocabulary=256)
+    done = qkablate("import", "mine", "as=small")
+    assert done.code == 0, done.err
+    assert "standard, 2 layers, d 16, 4 heads" in done.out
+    assert "(it was imported before)" in qkablate("import", "mine", "as=small").out
+    content = json.loads(qkablate("ls", "--json").out)
+    assert [run["status"] for run in content["runs"]] == ["imported"]
+    inspected = qkablate("inspect", "small")
+    assert inspected.code == 0, inspected.err
+    assert "an imported run has no data of its own" in inspected.err
+    assert "moved" not in inspected.out
+    assert qkablate("verify", "small").code == 0
+    assert_refused(qkablate("sample", "small"), "imported with a tokenizer of its own")
+
+
+def test_imported_run_is_projected_with_data_of_choice(qkablate, tmp_path, tiny):
+    write_published(tmp_path / "mine", vocabulary=256)
+    assert qkablate("import", "mine", "as=small").code == 0
+    words = [word for word in tiny if word.startswith(("data", "tracking."))]
+    done = qkablate("project", "small", "variant=no_q", "finetune.steps=2", *words)
+    assert done.code == 0, done.err
+    assert "no_q from small-" in done.out
+    refused = qkablate("project", "small", "variant=no_q", "data=induction", "data.segment=4")
+    assert_refused(refused, "256 tokens, and the data")
+
+
+@pytest.mark.parametrize(
+    ("words", "reasons"),
+    [
+        (["gtp2"], ["'gtp2' (nearest: gpt2)", "OWNER/NAME"]),
+        (["../up/x"], ["no name on the Hub"]),
+        (["."], ["it has no config.json"]),
+        ([], ["no run given"]),
+        ([".", "revision=main"], ["revision: the folder"]),
+        (["gpt2", "context=0"], ["context: '0' is not a whole number"]),
+    ],
+)
+def test_mistakes_are_one_line(qkablate, words, reasons):
+    assert_refused(qkablate("import", *words), *reasons)
+
+
+def test_hub_out_of_reach_is_one_line_within_seconds(qkablate, monkeypatch, tmp_path):
+    monkeypatch.setattr("qkablate.pretrained.repository.is_reachable", lambda address: False)
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path / "hub"))
+    assert_refused(qkablate("import", "gpt2"), "openai-community/gpt2 is out of reach", "HF_HOME")
+
+
+def test_cache_of_the_hub_is_read_without_a_network(qkablate, monkeypatch, tmp_path):
+    commit = "0123456789abcdef0123456789abcdef01234567"
+    repository = tmp_path / "hub" / "models--owner--name"
+    (repository / "snapshots").mkdir(parents=True)
+    (repository / "refs").mkdir()
+    (repository / "refs" / "main").write_text(commit)
+    write_published(repository / "snapshots" / commit)
+    monkeypatch.setattr("qkablate.pretrained.repository.is_reachable", lambda address: False)
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path / "hub"))
+    done = qkablate("import", "owner/name", "--json")
+    assert done.code == 0, done.err
+    origin = json.loads(done.out)["origin"]
+    assert (origin["repository"], origin["revision"]) == ("owner/name", commit)

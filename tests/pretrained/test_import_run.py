@@ -1,0 +1,322 @@
+"""Published checkpoints as runs: equal logits, and nothing written of one that is refused."""
+
+import json
+import struct
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from qkablate.config import ModelConfig, VariantConfig, resolve_variant
+from qkablate.errors import UserError
+from qkablate.models.build import build_model
+from qkablate.pretrained.import_run import import_run
+from qkablate.pretrained.layouts import PREFIXES
+from qkablate.pretrained.published_config import Architecture, make_config
+from qkablate.pretrained.repository import find_repository
+from qkablate.pretrained.weights import join_entry
+from qkablate.training.warm_start.restore import restore
+from tests.pretrained.published import TOKENS, change_config, logits_of, publish
+
+SIZES = {"layers": 2, "d_model": 16, "heads": 4, "context": 16}
+
+
+def write_published(folder, family="gpt2", vocabulary=61):
+    """Write a random model without transformers; return it."""
+    model, variant = ModelConfig(**SIZES, bias=True, mlp="gelu_tanh"), VariantConfig()
+    if family == "llama":
+        block = {"position": "rope", "norm_kind": "rms", "mlp": "swiglu", "tied": False}
+        model = ModelConfig(**SIZES, **block)
+        variant = VariantConfig("gqa", qk="grouped", ov="grouped", groups=2)
+    variant = resolve_variant(variant, model)
+    architecture = Architecture(family, model, variant, vocabulary, model.context)
+    built = build_model(model, variant, vocabulary, device="cpu").init_(0).eval()
+    folder.mkdir()
+    (folder / "config.json").write_text(json.dumps(make_config(architecture, None)))
+    weights, prefix = built.state_dict(), PREFIXES[family]
+    tensors = {
+        (entry.name if entry.name == "lm_head.weight" else prefix + entry.name): join_entry(
+            entry, weights
+        )
+        for entry in architecture.entries().values()
+    }
+    save_file(tensors, folder / "model.safetensors", {"format": "pt"})
+    return built
+
+
+def import_folder(folder, **options):
+    return import_run(find_repository(str(folder)), str(folder.parent / "out"), **options)
+
+
+def refused(folder, **options):
+    """Return the reason; nothing that a list shows is written."""
+    with pytest.raises(UserError) as error:
+        import_folder(folder, **options)
+    assert not [*folder.parent.glob("out/runs/*/config.yaml")]
+    assert "\n" not in str(error.value)
+    return str(error.value)
+
+
+def change_tensors(folder, change):
+    """Write the weights again after a change of the map of tensors."""
+    tensors = load_file(folder / "model.safetensors")
+    change(tensors)
+    save_file(tensors, folder / "model.safetensors", {"format": "pt"})
+
+
+GPT2_CHANGES = {
+    "tie_word_embeddings": False,
+    "n_inner": 40,
+    "layer_norm_epsilon": 1e-3,
+    "activation_function": "gelu",
+}
+LLAMA_CHANGES = {
+    "num_key_value_heads": 6,
+    "tie_word_embeddings": True,
+    "rms_norm_eps": 1e-2,
+    "rope_parameters": {"rope_type": "default", "rope_theta": 50.0},
+}
+
+
+@pytest.mark.parametrize(
+    ("family", "changes"),
+    [
+        ("gpt2", {}),
+        ("gpt2", GPT2_CHANGES),
+        ("llama", {}),
+        ("llama", LLAMA_CHANGES),
+        ("llama", {"attention_bias": True}),
+    ],
+)
+def test_logits_are_those_of_transformers(tmp_path, monkeypatch, family, changes):
+    theirs = publish(tmp_path / "published", family, **changes)
+    ours = restore(import_folder(tmp_path / "published").folder).model
+    for dtype, tolerance in ((torch.float32, 1e-5), (torch.float64, 1e-10)):
+        expected = logits_of(theirs, dtype, monkeypatch)
+        with torch.no_grad():
+            found = ours.to(dtype)(TOKENS)
+        assert (found - expected).abs().max() < tolerance
+        assert expected.std() > 0.1
+
+
+@pytest.mark.parametrize("family", ["gpt2", "llama"])
+def test_weights_are_read_back(tmp_path, family):
+    model = write_published(tmp_path / "published", family)
+    run = import_folder(tmp_path / "published")
+    restored = restore(run.folder)
+    assert restored.is_imported
+    assert restored.step == 0
+    with torch.no_grad():
+        assert torch.equal(restored.model(TOKENS), model(TOKENS))
+    origin = json.loads((run.folder / "origin.json").read_text())
+    assert origin["folder"] == str(tmp_path / "published")
+    assert {*origin["sha256"]} == {"config.json", "model.safetensors"}
+
+
+def test_same_model_is_written_once(tmp_path):
+    write_published(tmp_path / "published")
+    first = import_folder(tmp_path / "published", name="one")
+    second = import_folder(tmp_path / "published", name="two")
+    assert (first.is_new, second.is_new) == (True, False)
+    assert second.folder == first.folder
+    assert [path.name for path in (tmp_path / "out" / "runs").iterdir()] == [first.folder.name]
+
+
+def test_first_positions_alone_are_kept(tmp_path):
+    model = write_published(tmp_path / "published")
+    short = restore(import_folder(tmp_path / "published", context=5).folder).model
+    with torch.no_grad():
+        assert torch.equal(short(TOKENS[:, :5]), model(TOKENS[:, :5]))
+    assert "context: 17 is more" in refused_in(tmp_path / "other", context=17)
+
+
+def refused_in(folder, **options):
+    folder.mkdir()
+    write_published(folder / "published")
+    return refused(folder / "published", **options)
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_half_precision_is_widened_exactly(tmp_path, dtype):
+    write_published(tmp_path / "published")
+
+    def halve(tensors):
+        tensors |= {name: tensor.to(dtype) for name, tensor in tensors.items()}
+
+    change_tensors(tmp_path / "published", halve)
+    stored = load_file(tmp_path / "published" / "model.safetensors")["transformer.wte.weight"]
+    weights = restore(import_folder(tmp_path / "published").folder).model.state_dict()
+    assert torch.equal(weights["token_embedding.weight"], stored.float())
+
+
+def test_shards_and_masks_and_names_without_prefix_are_read(tmp_path):
+    folder = tmp_path / "published"
+    model = write_published(folder)
+    tensors = {
+        name.removeprefix("transformer."): tensor
+        for name, tensor in load_file(folder / "model.safetensors").items()
+    }
+    (folder / "model.safetensors").unlink()
+    tensors["h.0.attn.bias"] = torch.ones(1, 1, 16, 16)
+    tensors["lm_head.weight"] = tensors["wte.weight"].clone()
+    places = {name: f"part-{i % 2}.safetensors" for i, name in enumerate(sorted(tensors))}
+    for part in {*places.values()}:
+        chosen = {name: tensors[name] for name in places if places[name] == part}
+        save_file(chosen, folder / part)
+    (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": places}))
+    with torch.no_grad():
+        assert torch.equal(restore(import_folder(folder).folder).model(TOKENS), model(TOKENS))
+
+
+@pytest.mark.parametrize(
+    ("family", "changes", "words"),
+    [
+        ("gpt2", {"model_type": "gtp2"}, ["model_type", "nearest: gpt2"]),
+        ("gpt2", {"scale_attn_by_inverse_layer_idx": True}, ["scale_attn_by_inverse", "false"]),
+        ("gpt2", {"activation_function": "relu"}, ["activation_function", "gelu_new"]),
+        ("gpt2", {"architectures": ["GPT2ForSequenceClassification"]}, ["architectures"]),
+        ("gpt2", {"n_head": 3}, ["config.json: model.heads: 3 does not divide"]),
+        ("gpt2", {"n_layer": 3}, ["h.2.ln_1.weight is missing", "2 blocks"]),
+        ("gpt2", {"n_layer": 10**9}, ["config.json: model.layers"]),
+        ("gpt2", {"n_embd": "16"}, ["n_embd", "a whole number"]),
+        ("gpt2", {"n_layer": 1}, ["is no tensor of the model"]),
+        ("gpt2", {"vocab_size": 2**30}, ["wte.weight has the shape [61, 16]"]),
+        ("gpt2", {"quantization_config": {"bits": 4}}, ["quantization_config", "null"]),
+        ("llama", {"rope_scaling": {"rope_type": "yarn"}}, ["rope_scaling.rope_type", "default"]),
+        ("llama", {"sliding_window": 8}, ["sliding_window", "context=8"]),
+        ("llama", {"head_dim": 8}, ["head_dim: 8", "null or 4"]),
+        ("llama", {"num_key_value_heads": 3}, ["num_key_value_heads: 3"]),
+        ("llama", {"attention_bias": True}, ["self_attn.q_proj.bias is missing"]),
+    ],
+)
+def test_unsupported_settings_are_rejected(tmp_path, family, changes, words):
+    write_published(tmp_path / "published", family)
+    change_config(tmp_path / "published", **changes)
+    reason = refused(tmp_path / "published")
+    for word in words:
+        assert word in reason
+
+
+def set_nan(tensors):
+    tensors["transformer.h.1.mlp.c_fc.weight"][3, 4] = torch.nan
+
+
+def untie(tensors):
+    tensors["lm_head.weight"] = torch.zeros(61, 16)
+
+
+DAMAGES = {
+    "not finite": set_nan,
+    "is not the embedding": untie,
+    "ln_f.bias is missing": lambda tensors: tensors.pop("transformer.ln_f.bias"),
+    "h.0.extra": lambda tensors: tensors.update({"h.0.extra": torch.zeros(2)}),
+    "[16, 48]": lambda tensors: tensors.update(
+        {"transformer.h.0.attn.c_attn.weight": torch.zeros(48, 16)}
+    ),
+    "type F64": lambda tensors: tensors.update(
+        {"transformer.ln_f.bias": torch.zeros(16, dtype=torch.float64)}
+    ),
+}
+
+
+@pytest.mark.parametrize("reason", DAMAGES)
+def test_wrong_tensors_are_rejected(tmp_path, reason):
+    write_published(tmp_path / "published")
+    change_tensors(tmp_path / "published", DAMAGES[reason])
+    assert reason in refused(tmp_path / "published")
+
+
+def promise(size):
+    header = {"wte.weight": {"dtype": "F32", "shape": [size], "data_offsets": [0, 4 * size]}}
+    text = json.dumps(header).encode()
+    return struct.pack("<Q", len(text)) + text
+
+
+@pytest.mark.parametrize(
+    ("content", "reason"),
+    [
+        (promise(2**42), "promises"),
+        (struct.pack("<Q", 2**60), "no safetensors file"),
+        (struct.pack("<Q", 2) + b"[]", "not a map"),
+        (b"", "no safetensors file"),
+        (b"\x80\x04pickle", "no safetensors file"),
+    ],
+)
+def test_hostile_weights_are_rejected(tmp_path, content, reason):
+    write_published(tmp_path / "published")
+    (tmp_path / "published" / "model.safetensors").write_bytes(content)
+    assert reason in refused(tmp_path / "published")
+
+
+def test_cut_off_weights_are_rejected(tmp_path):
+    write_published(tmp_path / "published")
+    path = tmp_path / "published" / "model.safetensors"
+    path.write_bytes(path.read_bytes()[:-4])
+    assert "it is cut off or damaged" in refused(tmp_path / "published")
+
+
+def test_weights_larger_than_the_disk_are_rejected(tmp_path):
+    """A sparse file has all the bytes that its header promises."""
+    folder = tmp_path / "published"
+    write_published(folder)
+    change_config(folder, vocab_size=2**30, n_embd=1024, n_layer=1, n_head=4)
+    sizes = {"vocabulary": 2**30}
+    model = ModelConfig(layers=1, d_model=1024, heads=4, context=16, bias=True, mlp="gelu_tanh")
+    change_config(folder, n_inner=4096)
+    architecture = Architecture("gpt2", model, VariantConfig(), sizes["vocabulary"], 16)
+    header, end = {}, 0
+    for entry in architecture.entries().values():
+        size = 4
+        for length in entry.shape:
+            size *= length
+        header[entry.name] = {
+            **{"dtype": "F32", "shape": entry.shape},
+            "data_offsets": [end, end + size],
+        }
+        end += size
+    text = json.dumps(header).encode()
+    try:
+        with (folder / "model.safetensors").open("wb") as file:
+            file.write(struct.pack("<Q", len(text)) + text)
+            file.truncate(8 + len(text) + end)
+    except OSError:
+        pytest.skip("this file system holds no sparse file of 4 TB")
+    reason = refused(folder)
+    assert "free" in reason
+
+
+def test_pickle_is_never_read(tmp_path):
+    write_published(tmp_path / "published")
+    (tmp_path / "published" / "model.safetensors").rename(
+        tmp_path / "published" / "pytorch_model.bin"
+    )
+    assert "pickle" in refused(tmp_path / "published")
+
+
+@pytest.mark.parametrize(
+    "name", ["../outside.safetensors", "/etc/passwd", "..safetensors", "a.bin"]
+)
+def test_index_names_files_beside_it(tmp_path, name):
+    write_published(tmp_path / "published")
+    (tmp_path / "published" / "model.safetensors").unlink()
+    index = tmp_path / "published" / "model.safetensors.index.json"
+    index.write_text(json.dumps({"weight_map": {"wte.weight": name}}))
+    assert "is not the name of a safetensors file" in refused(tmp_path / "published")
+
+
+def test_what_a_killed_import_left_is_removed(tmp_path):
+    write_published(tmp_path / "published")
+    run = import_folder(tmp_path / "published")
+    left = run.folder.with_name(f".importing-{run.folder.name[-12:]}.tmp") / "runs" / "x-123"
+    left.mkdir(parents=True)
+    (left / "config.yaml").touch()
+    run.folder.rename(tmp_path / "gone")
+    assert not [*(tmp_path / "out").glob("runs/*/config.yaml")]  # none of it is listed
+    assert import_folder(tmp_path / "published").folder == run.folder
+    assert [path.name for path in run.folder.parent.iterdir()] == [run.folder.name]
+
+
+@pytest.mark.parametrize("name", ["../x", "a/b", "-x", "é"])
+def test_names_that_are_no_names_are_rejected(tmp_path, name):
+    write_published(tmp_path / "published")
+    assert "as:" in refused(tmp_path / "published", name=name)
