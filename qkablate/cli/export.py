@@ -53,8 +53,8 @@ def main(argv: list[str]) -> int:
     runs = [word for word in args.words if "=" not in word]
     if len(runs) != 2:
         raise UserError(f"give a run and a folder: write qkablate {_USAGE}")
-    words = [word for word in args.words if word != runs[1]]
-    run, values = run_and_keys(words, KEYS, _USAGE)
+    keys = [word for word in args.words if "=" in word]
+    run, values = run_and_keys([runs[0], *keys], KEYS, _USAGE)
     if values.get("to", "hf") != "hf":
         raise UserError(f"to: {not_one_of(values['to'], ('hf',))}")
     from qkablate.pretrained.export_run import check_target, export_run

@@ -21,6 +21,8 @@ def test_variant_without_standard_form_is_refused(qkablate, train, tmp_path):
     run = train(tmp_path, "variant=merged_w", "train.steps=2")
     assert_refused(qkablate("export", str(run), "hf"), "merged_w cannot be written as standard")
     assert not (tmp_path / "hf").exists()
+    # A folder may be called like a run, of which there is none here.
+    assert_refused(qkablate("export", "a", "a"), "there is no run 'a'")
 
 
 @pytest.mark.parametrize(

@@ -22,6 +22,7 @@ def test_imported_run_is_read_by_the_other_verbs(qkablate, tmp_path):
     assert "moved" not in inspected.out
     assert qkablate("verify", "small").code == 0
     assert_refused(qkablate("sample", "small"), "imported with a tokenizer of its own")
+    assert_refused(qkablate("eval", "small"), "imported with a tokenizer of its own")
 
 
 def test_imported_run_is_projected_with_data_of_choice(qkablate, tmp_path, tiny):

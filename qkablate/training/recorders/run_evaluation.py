@@ -67,12 +67,20 @@ def open_run_data(restored: RestoredRun, requested: DataConfig | None, cache: st
     No path in the run's folder is read: its own data is found in the cache.
     """
     config = restored.config
+    name = restored.folder.resolve().name
+    if restored.is_imported and config.data.tokenizer is None:
+        raise UserError(
+            f"data: '{name}' was imported with a tokenizer of its own, which qkablate does not"
+            " read, so that no text can be given to it"
+        )
     if requested is None:
         data = find_run_data(restored, cache)
+        if data is None and restored.is_imported:
+            raise UserError(f"data: '{name}' was imported and has no data; give data=NAME")
         if data is None:
             raise UserError(
-                f"data: the data of '{restored.folder.resolve().name}' is not prepared on this"
-                " machine; data.cache=FOLDER names another cache, data=NAME other data"
+                f"data: the data of '{name}' is not prepared on this machine; data.cache=FOLDER"
+                " names another cache, data=NAME other data"
             )
     else:
         _check_kind(restored, requested)
