@@ -125,6 +125,7 @@ def _show(
     kind, folders = source
     from qkablate.analysis.comparison.ranking import read_times
     from qkablate.analysis.next_sweep import propose_next_sweep
+    from qkablate.analysis.publication.archive import find_archives
     from qkablate.analysis.study.standalone_runs import read_standalone_runs
     from qkablate.analysis.study.study import read_study
     from qkablate.report.section import Section
@@ -134,7 +135,9 @@ def _show(
     from qkablate.report.text.verdicts import make_verdict_tables
 
     study = read_standalone_runs(folders) if kind == "runs" else read_study(folders[0])
-    named = study.cli_arguments if study.manifest else [*words, *out_words(out)]
+    is_archive = len(words) == 1 and bool(find_archives(words[0]))
+    is_named = study.manifest and not is_archive
+    named = study.cli_arguments if is_named else [*words, *out_words(out)]
     times = read_times(args.times, study) if args.times else {}
     where = out if kind == "runs" else str(folders[0])
     section = Section(study.name, where, study, args.margin, milliseconds=times)
@@ -169,13 +172,15 @@ def _show(
             margin = [] if args.margin is None else ["--margin", f"{args.margin:g}"]
             times_file = ["--times", args.times] if args.times else []
             command = ["results", *named, *margin, *times_file]
-            more = [*study.resume_commands]
-            if study.is_complete and (sweep := propose_next_sweep(study, summary)):
+            more = [] if is_archive else [*study.resume_commands]
+            if is_named and study.is_complete and (sweep := propose_next_sweep(study, summary)):
                 more.append([*sweep, *study.cli_arguments[1:], "--dry-run"])
             if args.margin is None and (nats := _propose_margin(summary.gaps)):
                 more.append([*command, "--margin", nats])
             more += [] if show_all else [[*command, "--all"]]
-            print_next_commands(*more, ["report", *named, *margin], [*command, "--json"])
+            more += [["report", *named, *margin]]
+            more += [] if is_one_of_several else [[*command, "--json"]]
+            print_next_commands(*more)
         sys.stdout.flush()
     return 0 if study.is_complete and (study.entries or not study.unread) else 1
 

@@ -72,6 +72,7 @@ def test_archives_are_read_as_the_runs_are(qkablate, published, outputs):
     (archive,) = published.glob("*.json.gz")
     for word in ("shared", str(archive)):
         assert qkablate("results", word).out.startswith(qkablate("results", "claim-mine").out[:200])
+    assert "Next\n  qkablate results shared --" in qkablate("results", "shared").out
     assert qkablate("report", "shared", "-o", "page.html").code == 0
     assert "claim mine (small)" in Path("page.html").read_text(encoding="utf-8")
     assert qkablate("report", "shared").out.startswith("report.html  ")

@@ -125,6 +125,8 @@ def _summarize_gaps(
 ) -> str:
     """Describe each variant once, by its decisions over all sizes."""
     variant_of = {name: entry.arm.variant for name, entry in section.entries.items()}
+    if any(variant_of[gap.arm] == variant_of[gap.baseline] for gap in measured):
+        variant_of = {name: name for name in variant_of}  # they differ in something else
     source_of = {name: entry.arm.config.data.source for name, entry in section.entries.items()}
     sources = {source_of[gap.arm] for gap in measured}
     gaps = [gap for gap in section.summary.gaps if source_of[gap.arm] in sources]

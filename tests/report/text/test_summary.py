@@ -54,6 +54,17 @@ def test_one_variant_is_worse(summary_lines):
     assert "“no difference found” does not mean equal" in second
 
 
+def test_arms_of_one_variant_are_named_by_what_differs(summary_lines):
+    words = (
+        "variant.init=matched,symmetric",
+        "seed=range(6)",
+        "sweep.baseline={variant.init: matched}",
+    )
+    first, _ = summary_lines(words)
+    assert "with standard-d16-h2-init=matched on the same data" in first
+    assert "no difference was found for standard-d16-h2-init=symmetric" in first
+
+
 def test_one_variant_is_better(summary_lines):
     first, second = summary_lines(THREE, {"shared_qk": -0.05, "no_q": -0.06})
     better = clause_of(first, "shared_qk")
