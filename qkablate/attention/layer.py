@@ -109,6 +109,7 @@ class Attention(nn.Module):
         self.norm: QKNorm | UnitKeys | None = None
         if norm != "none":
             self.norm = (QKNorm if norm == "qk" else UnitKeys)(spec, self.qk)
+            self.qk.is_by_head = self.ov.is_by_head = False
         self.mask_self, self.position, self.dropout = mask_self, position, dropout
         self.scale = (self.norm or self.qk).scale
         self.rope = self.rope_dims = self.alibi = None
@@ -341,12 +342,12 @@ class Attention(nn.Module):
     @property
     def latent_qk(self) -> LatentQK | None:
         """The QK circuit, if it has keys by head from a latent stream; a norm is of that stream."""
-        return self.qk if isinstance(self.qk, LatentQK) and self.norm is None else None
+        return self.qk if isinstance(self.qk, LatentQK) and self.qk.is_by_head else None
 
     @property
     def latent_ov(self) -> LatentOV | None:
         """The OV circuit, if it has values by head from a latent stream."""
-        return self.ov if isinstance(self.ov, LatentOV) and self.norm is None else None
+        return self.ov if isinstance(self.ov, LatentOV) and self.ov.is_by_head else None
 
     @property
     def width(self) -> int:
@@ -424,7 +425,7 @@ class Attention(nn.Module):
 
         That of QK if both differ; 1 if no multiplier differs from 1.
         """
-        rates = sorted(self.rates(), key=lambda rate: rate[0].dim() < 2)  # stable
+        rates = sorted(self._circuit_rates(1.0), key=lambda rate: rate[0].dim() < 2)  # stable
         return next((multiplier for _, multiplier, _ in rates if multiplier != 1), 1.0)
 
     def resolve_lr(self, lr: float | str) -> float:
@@ -442,15 +443,27 @@ class Attention(nn.Module):
 
     def lr_multipliers(self, power: float = 1.0) -> dict[str, float]:
         """Return the matched multipliers of the matrices of each circuit, to a power."""
-        own = {"qk": self.qk.lr_multiplier * self._lr_scale, "ov": self.ov.lr_multiplier}
-        return {name: multiplier**power for name, multiplier in own.items()}
+        norm_scale = self.norm.lr_scale if self.norm else 1.0
+        own = {"qk": self.qk.lr_multiplier * norm_scale, "ov": self.ov.lr_multiplier}
+        powers = {name: multiplier**power for name, multiplier in own.items()}
+        return {**powers, "qk": powers["qk"] * self._rotation_scale}
 
     def rates(self, power: float = 1.0) -> Iterator[tuple[nn.Parameter, float, float]]:
         """Yield (parameter, learning-rate multiplier, weight-decay multiplier) for all parameters.
 
-        The multipliers are the matched ones to a power, that of `lr_power`. Vectors do not decay.
+        The multipliers are the matched ones to a power, that of `lr_power`, and for the parameters
+        of the scores the factor of rotated dimensions to no power. Vectors do not decay.
         """
-        for circuit, scale in ((self.qk, self._lr_scale), (self.ov, 1.0)):
+        of_scores = {*self.qk.parameters()}
+        for parameter, rate, decay in self._circuit_rates(power):
+            scale = self._rotation_scale if parameter in of_scores else 1.0
+            yield parameter, scale * rate, decay
+        if (rotated := self.rope_dims) is not None:
+            yield from ((m, rotated.lr_scale, rotated.decay) for m in rotated.parameters())
+
+    def _circuit_rates(self, power: float) -> Iterator[tuple[nn.Parameter, float, float]]:
+        """Yield the same without rotated dimensions."""
+        for circuit, scale in ((self.qk, self.norm.lr_scale if self.norm else 1.0), (self.ov, 1.0)):
             for parameter in circuit.parameters():
                 if parameter.dim() >= 2:
                     yield parameter, (scale * circuit.lr_multiplier) ** power, circuit.decay
@@ -458,15 +471,10 @@ class Attention(nn.Module):
                     yield parameter, (scale * circuit.bias_lr_multiplier) ** power, 0.0
         if self.norm is not None:
             yield from ((gain, 1.0, 0.0) for gain in self.norm.parameters())
-        if (rotated := self.rope_dims) is not None:
-            rate = rotated.lr_multiplier**power
-            yield from ((matrix, rate, rotated.decay) for matrix in rotated.parameters())
 
     @property
-    def _lr_scale(self) -> float:
-        """Factor of norm and rotated dimensions on the multipliers of the QK circuit."""
-        scale = self.norm.lr_scale if self.norm else 1.0
-        return scale * (self.rope_dims.lr_scale if self.rope_dims else 1.0)
+    def _rotation_scale(self) -> float:
+        return self.rope_dims.lr_scale if self.rope_dims else 1.0
 
 
 def _streams(

@@ -100,7 +100,6 @@ class RopeDims(Circuit):
         # The gradient of the shared W_k sums over the heads.
         more = self.width / d_head * (1 + spec.key_speed / math.sqrt(heads))
         self.lr_scale = (1 + spec.key_speed) / (share * (1 + spec.key_speed + more))
-        self.lr_multiplier = self.lr_scale
 
     def head_count(self, name: str) -> int:
         return 1 if name == "w_k" else self.spec.heads
@@ -209,7 +208,7 @@ def _biases(heads: int, length: int) -> Tensor:
 def check_rope(qk: QK) -> None:
     """Raise UnsupportedCombination where queries and keys cannot be rotated."""
     if qk.no_rope_reason:
-        instead = "; or rotate dimensions of their own, by variant.rope_dims" if qk.width else ""
+        instead = "; or set variant.rope_dims=N, which adds N rotated dimensions" * bool(qk.width)
         raise UnsupportedCombination(f"model.position=rope: {qk.no_rope_reason}{instead}")
     if qk.width % 2:
         raise UnsupportedCombination(

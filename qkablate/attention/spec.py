@@ -134,6 +134,7 @@ class Circuit(nn.Module):
         {"w_q": 1, "w_k": 1, "w_qk": 1, "w_v": 1, "w_o": 0, "w_ov": 0}
     )
     tables: ClassVar[tuple[str, ...]] = ()
+    is_by_head = True  # False: a latent stream is not mapped to heads, as a norm is of it
     has_head_slices = False  # head h is tied to slice h of the stream, so heads cannot be permuted
 
     def __init__(self, spec: Spec) -> None:

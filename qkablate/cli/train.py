@@ -235,7 +235,8 @@ def print_next(
     """Print the commands that a user may want to type next."""
     commands: list[list[str]] = []
     if result["status"] == "done":
-        ignored = ("variant=", *keys_with(Role.VARIANT), "seed=", "~", "hydra")
+        own = (key for key in keys_with(Role.VARIANT) if key != "variant.rope_dims")
+        ignored = ("variant=", *own, "seed=", "~", "hydra")
         words = [word for word in overrides if not word.startswith(ignored)]
         other = "standard" if result["variant"] != "standard" else counterpart
         commands.append(["train", f"variant={other}", f"seed={result['seed']}", *words])

@@ -44,8 +44,8 @@ class VariantConfig:
     )
     rope_dims: int | None = variant_key(
         None,
-        "with model.position=rope: dimensions of their own that are rotated, in place of those of"
-        " the circuit; null: half of d_head for qk=latent, else none",
+        "with model.position=rope: rotated query and key dimensions that each head gets, in place"
+        " of rotating the circuit's own; null: half of d_head for qk=latent, else none",
         bounds=(2, 2**20),
     )
     init: str = training_key(

@@ -98,6 +98,11 @@ def check_variant(variant: VariantConfig, model: ModelConfig) -> None:
             f"variant.groups: {variant.groups} does not divide model.heads={model.heads}"
             f" (allowed: {list_divisors(model.heads)})"
         )
+    if variant.rope_dims is not None and variant_sites(variant, model) == ("cross",):
+        raise ImpossibleConfig(
+            "variant.rope_dims: the two streams of cross-attention have no distance to rotate by;"
+            " choose other variant.sites"
+        )
     if variant.rope_dims is not None and model.position != "rope":
         raise ImpossibleConfig(
             f"variant.rope_dims: {variant.rope_dims} dimensions to rotate need model.position=rope,"
@@ -139,7 +144,10 @@ def resolve_variant(variant: VariantConfig, model: ModelConfig) -> VariantConfig
         groups = max(divisors, default=1)
     rope_dims = variant.rope_dims
     if rope_dims is None and variant.qk == "latent" and model.position == "rope":
-        rope_dims = max(1, model.d_model // model.heads // 4) * 2
+        widths = [
+            stream_width(model, site) for site in variant_sites(variant, model) if site != "cross"
+        ]
+        rope_dims = max(1, min(widths) // model.heads // 4) * 2 if widths else None
     lr = variant.lr if isinstance(variant.lr, str) else float(variant.lr)
     sites, is_standard = variant_sites(variant, model), is_standard_attention(variant)
     words = "all" if is_standard or sites == SITES[model.form] else "+".join(sites)
@@ -152,6 +160,7 @@ def is_standard_attention(variant: VariantConfig) -> bool:
     """Return whether a layer of this variant is one of the standard variant."""
     circuits = {variant.qk, variant.ov, variant.norm}
     changed = variant.mask_self or variant.file is not None or variant.init == "symmetric"
+    changed = changed or variant.rope_dims is not None
     return circuits == {"separate", "none"} and not changed
 
 

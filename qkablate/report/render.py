@@ -26,6 +26,7 @@ SHAPE_PATHS = {
     "square": "M-3.6 -3.6H3.6V3.6H-3.6Z",
     "triangle-up": "M0 -4.2L4.4 3.4H-4.4Z",
     "diamond": "M0 -5L5 0L0 5L-5 0Z",
+    "triangle-down": "M0 4.2L4.4 -3.4H-4.4Z",
 }
 
 

@@ -427,6 +427,22 @@ def test_rotated_dimensions_start_and_move_as_standard(qk, norm, width):
     assert total / qk_descent("separate", "matched") == pytest.approx(1, rel=0.07)
 
 
+@pytest.mark.parametrize("lr", [0.5, 2.0, "same", "matched", "between"])
+def test_rotated_dimensions_have_one_rate_for_any_rate_of_the_circuit(lr):
+    """Their factor is near 1, and takes no part in the power that makes `variant.lr`."""
+    for pair in product(("separate", "merged", "low_rank", "latent"), ("separate", "merged")):
+        if pair == ("separate", "separate"):
+            continue  # it has no rate of its own
+        with_them, without = (initialized(*pair, **more) for more in ({"rope_dims": 2}, {}))
+        expected, found = (
+            layer.lr_multipliers(layer.lr_power(lr)) for layer in (without, with_them)
+        )
+        scale = with_them.rope_dims.lr_scale
+        assert found == pytest.approx({"qk": scale * expected["qk"], "ov": expected["ov"]})
+        rates = {id(p): rate for p, rate, _ in with_them.rates(with_them.lr_power(lr))}
+        assert {rates[id(p)] for p in with_them.rope_dims.parameters()} == {scale}
+
+
 def test_speed_of_a_single_gain_is_not_matched():
     assert "its learning rate is not matched" in " ".join(OV_CIRCUITS["no_vo"].__doc__.split())
     assert initialized(ov="no_vo").lr_multipliers()["ov"] == 1.0

@@ -201,6 +201,19 @@ def test_measure_reports_too_little_memory(qkablate):
         (["variant=uniform", "variant.norm=qk"], "no queries and keys to normalize"),
         (["variant=uniform", "attention.kernel=flash"], "this variant has none"),
         (["variant=standard", "model.position=rope", "model.d_model=12"], "3 wide, an odd number"),
+        (["variant=merged_w", "variant.rope_dims=4"], "need model.position=rope, not learned"),
+        (["variant.rope_dims=3", "model.position=rope"], "3 is odd, but rope rotates pairs"),
+        (["variant.rope_dims=0", "model.position=rope"], "variant.rope_dims: 0 is not a number"),
+        (["variant=mla", "variant.rank=129"], "variant.rank: 129 is above model.d_model=128"),
+        (["variant.ov=latent"], "ov=latent reads the latent stream of qk=latent"),
+        (
+            ["variant=uniform", "variant.rope_dims=4", "model.position=rope"],
+            "no queries and keys to add dimensions to",
+        ),
+        (
+            ["model=nano_translator", "data=copy", "variant.sites=cross", "variant.rope_dims=4"],
+            "the two streams of cross-attention have no distance",
+        ),
         (["variant.file=none.py"], "variant.file: cannot read 'none.py'"),
     ],
 )

@@ -87,6 +87,9 @@ def test_files_are_named_after_their_variants(name):
         ({"qk": "shared", "ov": "tied", "name": "my_own"}, "my_own"),
         ({"qk": "low_rank", "name": "low_rank_w_r16"}, "low_rank_w_r16"),
         ({"mask_self": True}, "separate+mask_self"),
+        ({"qk": "latent", "ov": "latent"}, "mla_r32"),
+        ({"qk": "merged", "rope_dims": 8}, "merged_w_rope8"),
+        ({"qk": "low_rank", "rank": 5, "rope_dims": 8}, "low_rank_w_r5_rope8"),
     ],
 )
 def test_variant_label(given, name):
@@ -103,6 +106,7 @@ def test_variant_label(given, name):
         ({"qk": "low_rank", "rank": 5, "sites": "cross"}, "low_rank_w_r5_cross"),
         ({"qk": "merged", "ov": "no_o", "sites": "encoder"}, "merged+no_o_encoder"),
         ({"sites": "cross"}, "standard"),
+        ({"sites": "encoder", "rope_dims": 4}, "standard_rope4_encoder"),
         ({"sites": "encoder", "init": "symmetric"}, "standard_encoder"),
         ({"sites": "encoder", "init": "naive"}, "standard"),
         ({"mask_self": True, "sites": "decoder"}, "separate+mask_self_decoder"),

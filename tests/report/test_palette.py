@@ -18,6 +18,7 @@ from qkablate.report.palette import (
     to_css,
     use_light_colors,
 )
+from qkablate.report.render import SHAPE_PATHS
 
 OURS = sorted(path.stem for path in (conf_dir() / "variant").glob("*.yaml"))
 FOREIGN = ["residual_q", "no_q+no_o", "zebra", "A", "standard2"]
@@ -111,6 +112,7 @@ def test_styles_use_known_colors_dashes_and_shapes():
         assert use_light_colors(look.color) in LIGHT.values()
         assert look.dash in DASHES
         assert look.shape in SHAPES
+    assert {*SHAPES} == {*SHAPE_PATHS}
 
 
 # Colors

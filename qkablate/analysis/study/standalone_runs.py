@@ -196,7 +196,10 @@ def _data_words(overrides: Mapping[str, str]) -> tuple[str, ...]:
 
 
 def _with_baselines(arms: list[Arm]) -> list[Arm]:
-    """Set each arm's baseline: standard attention with equal settings and the nearest MLP width."""
+    """Set each arm's baseline: standard attention with equal settings and the nearest MLP width.
+
+    It has the arm's rotated dimensions, if there is one.
+    """
 
     def settings(arm: Arm) -> dict[str, str]:
         ignored = ("variant", "model.mlp_ratio")
@@ -206,9 +209,14 @@ def _with_baselines(arms: list[Arm]) -> list[Arm]:
             if not key.startswith(ignored) and not has_role(key, Role.PAIR_FREE)
         } | {"data": str(arm.facts["data_fingerprint"])}
 
-    standard = [arm for arm in arms if arm.variant == "standard"]
+    def rotates_as(arm: Arm, other: Arm) -> bool:
+        return arm.config.variant.rope_dims == other.config.variant.rope_dims
+
+    standard = [arm for arm in arms if without_sizes(arm.variant) == "standard"]
     for i, arm in enumerate(arms):
         others = [other for other in standard if settings(other) == settings(arm)]
+        alike = [other for other in others if rotates_as(arm, other) and other is not arm]
+        others = alike or [other for other in others if other.variant == "standard"]
         if arm.variant != "standard" and others:
             ratio = arm.config.model.mlp_ratio
             distances = [abs(other.config.model.mlp_ratio - ratio) for other in others]

@@ -22,7 +22,8 @@ class LatentOV(OV):
     """Multi-head latent attention: values c W_v, from the latent stream c = y W_c of the keys.
 
     Where a layer decodes, the heads average c itself, and what they write absorbs W_v. W_c is of
-    the QK circuit and has its learning rate and decay; W_v and W_o take the rest of standard's.
+    the QK circuit and has its learning rate and decay; W_v and W_o take the rest of standard's (of
+    a layer without norm and rotated dimensions, which change the rate of W_c, too).
     """
 
     factors = 3
@@ -51,6 +52,10 @@ class LatentOV(OV):
     def init_(self, draw: Draw) -> None:
         super().init_(draw)
         self.w_v.copy_(draw("w_v", self.w_v.shape, fan_in=self.spec.d_keys) * self.v_gain)
+
+    def flops_per_key(self) -> int:
+        """Return those of W_v, unless the outputs absorb it."""
+        return 2 * self.w_v.numel() * self.is_by_head
 
     def values(self, y_BSD: Tensor, k_BGSE: Tensor) -> Tensor:
         return k_BGSE

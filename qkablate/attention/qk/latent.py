@@ -27,7 +27,8 @@ class LatentQK(QK):
     normalized, unlike DeepSeek's, so that B_h is one matrix.
 
     Entries of c are initialized as large as those of y, so that keys c W_k are as long as
-    standard's if W_k is initialized at √(e/r) of its scale.
+    standard's if W_k is initialized at √(e/r) of its scale. The default initialization (`naive`)
+    of W_k is that of a matrix which reads the stream.
     """
 
     factors, key_factors = 3, 2
@@ -87,6 +88,16 @@ class LatentQK(QK):
     def head_keys(self, c_B1SR: Tensor) -> Tensor:
         """Return the keys c W_k of the heads."""
         return map_to_heads(c_B1SR.squeeze(1), self.w_k, None, self.spec.heads)
+
+    def low_rank_factors(self) -> tuple[Tensor, Tensor]:
+        heads = self.spec.heads
+        if self.width <= self.spec.d_head:
+            return self.affine_maps()[:2]
+        return by_head(self.w_q, heads), self.w_c @ by_head(self.w_k, heads)
+
+    def flops_per_key(self) -> int:
+        """Return those of W_c, and of W_k unless the queries absorb it."""
+        return 2 * (self.w_c.numel() + self.w_k.numel() * self.is_by_head)
 
     def set_circuit_(self, b_HDD: Tensor, u_HD: Tensor | None = None) -> None:
         """Set the nearest product of rank d_head per head, and then the nearest latent stream."""

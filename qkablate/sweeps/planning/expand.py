@@ -274,7 +274,8 @@ class _Expansion:
         values: dict[str, Any] = {"variant": setting} if isinstance(setting, str) else setting
         _refuse_run_keys("baseline", map(str, values), ", and the two runs of a pair share it")
         if "variant" in values:
-            overrides = {k: value for k, value in overrides.items() if k not in VARIANT_KEYS}
+            own = VARIANT_KEYS - {"variant.rope_dims"}  # which is the positions' kind
+            overrides = {k: value for k, value in overrides.items() if k not in own}
             if overrides.get("variant.lr") not in KEYS["variant.lr"].choices:
                 overrides.pop("variant.lr", None)  # a number belongs to the arm's own circuit
         return {**overrides, **{str(key): as_quoted(value) for key, value in values.items()}}

@@ -107,7 +107,9 @@ def check_parent(parent: RestoredRun, config: Config, model: Model, data_fingerp
 
 def _can_hold(source: Attention, config: Config, name: str) -> bool:
     """Return whether a layer can be projected to a variant of the catalogue."""
-    variant = VariantConfig(**{**variants()[name], "init": config.variant.init})
+    asked = config.variant
+    kept = {"init": asked.init, "rope_dims": asked.rope_dims}
+    variant = VariantConfig(**{**variants()[name], **kept})
     try:
         with torch.device("meta"):
             target = make_attention(config.model, resolve_variant(variant, config.model))

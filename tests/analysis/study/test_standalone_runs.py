@@ -485,6 +485,8 @@ WORDS = [
     ("variant=no_q", "seed=5", "seeds.init=7"),
     ("variant=merged_w", "variant.init=naive", "variant.lr=same"),
     ("variant=low_rank_w", "variant.rank=2"),
+    ("variant=merged_w", "variant.rope_dims=4", "model.position=rope"),
+    ("variant=mla", "model.position=rope"),
     ("variant=gqa", "model.heads=4"),
     ("variant=collaborative",),
     ("variant.qk=no_q", "variant.ov=no_o"),

@@ -310,6 +310,16 @@ def test_sites_alone_are_compared_with_standard(expand):
     }
 
 
+def test_rotated_dimensions_are_those_of_the_baseline_too(expand):
+    """Otherwise the positions would differ, too."""
+    manifest = expand("variant=merged_w,mla", "model.position=rope", "variant.rope_dims=4,8")
+    found = {arm.variant: arm.baseline for arm in manifest.arms.values()}
+    for n in (4, 8):
+        assert found[f"standard_rope{n}"] is None
+        assert found[f"merged_w_rope{n}"] == f"standard_rope{n}-d16-h2"
+        assert found[f"mla_r4_rope{n}"] == f"standard_rope{n}-d16-h2"
+
+
 def test_baseline_can_be_another_variant(expand):
     manifest = expand("variant=low_rank_w", "variant.rank=4,8", "sweep.baseline=no_q")
     found = [(arm.variant, arm.baseline) for arm in manifest.arms.values()]
