@@ -82,5 +82,6 @@ def test_missing_extra_is_one_line(qkablate, outputs, monkeypatch, tool):
 
 
 def test_completion_knows_the_verb(qkablate, monkeypatch, outputs):
-    assert complete(qkablate, monkeypatch, "qkablate exp") == ["export-logs"]
+    assert complete(qkablate, monkeypatch, "qkablate exp") == ["export", "export-logs"]
+    assert complete(qkablate, monkeypatch, "qkablate export-") == ["export-logs"]
     assert "--into" in complete(qkablate, monkeypatch, "qkablate export-logs --")

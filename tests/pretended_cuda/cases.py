@@ -70,6 +70,7 @@ gqa fp16 folded alibi blocks 38
 low_rank_w fp32 folded alibi dropout 57
 merged_ov fp16-sm75 efficient learned dropout blocks 16
 merged_w fp32 blocked learned blocks 31
+mla fp16 cudnn rope recompute 1.5
 mqa bf16 blocked alibi recompute 1.5
 no_k fp16 cudnn learned recompute blocks 1.5
 no_k fp32 efficient learned dropout recompute 1.5
@@ -142,6 +143,7 @@ gqa cudnn 11.5
 low_rank_w cudnn 12.0
 merged_ov efficient 14.0
 merged_w efficient 14.0
+mla cudnn 11.5
 mqa cudnn 10.5
 no_k cudnn 11.0
 no_o cudnn 11.5
