@@ -184,7 +184,7 @@ def test_table(qkablate):
     ("words", "says"),
     [
         (["model.d_model=8192"], "would take many minutes"),
-        (["model=300m"], "to decompose 28 variants at d 1,024 would take many minutes"),
+        (["model=300m"], "to decompose 29 variants at d 1,024 would take many minutes"),
         (["model.context=1"], "model.context: the checks need 2 or more"),
         (["variant=uniform", "attention.kernel=flash"], "this variant has none"),
     ],
