@@ -1,6 +1,7 @@
 """Attention as two circuits; this package depends on torch and no other part of the project."""
 
-from qkablate.attention.layer import Attention, Cache, SourceCache
+from qkablate.attention.cache import Cache, SourceCache
+from qkablate.attention.layer import Attention
 from qkablate.attention.ov import OV, OV_CIRCUITS
 from qkablate.attention.qk import QK, QK_CIRCUITS
 from qkablate.attention.spec import Draw, Spec, UnsupportedCombination

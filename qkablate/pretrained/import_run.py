@@ -22,7 +22,7 @@ from qkablate.pretrained.layouts import PREFIXES
 from qkablate.pretrained.published_config import Architecture, parse_config
 from qkablate.pretrained.repository import CONFIG, Repository, origin_of
 from qkablate.runs.records import write_json
-from qkablate.runs.run import IMPORTED, ORIGIN_FILE, Run, free_bytes, identity, run_id
+from qkablate.runs.run import IMPORTED, ORIGIN_FILE, Run, identity, run_id
 from qkablate.strict_json import hash_json
 from qkablate.table import format_bytes
 
@@ -65,12 +65,18 @@ def import_run(
     files = found.weight_files()
     from qkablate.pretrained.weights import find_tensors, load_tensors
     from qkablate.training import checkpoint, hardware
-    from qkablate.training.resolve import build_empty_model
+    from qkablate.training.resolve import build_empty_model, check_out
 
     tensors = find_tensors(architecture, files)
     params = sum(entry_size(entry.shape) for entry in architecture.entries().values())
     root = Path(out).expanduser()
-    _check_room(root, params, hardware.free_memory())
+    required = 4 * params + 2**20  # in fp32, on the disk and in memory
+    check_out(root, required)
+    if (memory := hardware.free_memory()) < required:
+        raise UserError(
+            f"the weights need {format_bytes(required)} of memory in fp32, and"
+            f" {format_bytes(memory)} are free"
+        )
     progress = Progress(f"import {label}")
     sums = _hash_files([found.folder / CONFIG, *files], progress)
     config = _make_config(architecture, out)
@@ -143,26 +149,6 @@ def _make_config(architecture: Architecture, out: str) -> Config:
     train = replace(config.train, vmap=1)
     tokenizer = "gpt2" if has_gpt2_tokens(architecture) else None
     return replace(config, train=train, data=replace(config.data, tokenizer=tokenizer))
-
-
-def _check_room(root: Path, params: int, memory: float) -> None:
-    """Raise UserError if the disk or the memory cannot hold the weights in fp32."""
-    required = 4 * params + 2**20
-    try:
-        make_folder(root / "runs")
-        free = free_bytes(root)
-    except OSError as error:
-        raise UserError(f"out: cannot write in '{root}': {error.strerror or error}") from None
-    if free < required:
-        raise UserError(
-            f"out: '{root}' has {format_bytes(free)} free; the weights need"
-            f" {format_bytes(required)}"
-        )
-    if memory < required:
-        raise UserError(
-            f"the weights need {format_bytes(required)} of memory in fp32, and"
-            f" {format_bytes(memory)} are free"
-        )
 
 
 def _hash_files(files: list[Path], progress: Progress) -> dict[str, str]:

@@ -79,7 +79,7 @@ def plan_run(
         resolve_mode(config.tracking)
         # The cheap checks first: data may have to be prepared.
         total = build_empty_model(config, 1).parameter_counts()["total"]
-        _check_out(
+        check_out(
             Path(config.out).expanduser(),
             checkpoint.bytes_needed(total, branches=min(1, stable_steps(config)))
             + predictions.bytes_needed(config),
@@ -165,7 +165,8 @@ def build_empty_model(config: Config, vocabulary: int) -> Model:
     return model
 
 
-def _check_out(out: Path, required: int) -> None:
+def check_out(out: Path, required: int) -> None:
+    """Raise UserError if a folder cannot be written to, or its disk has too little room."""
     try:
         make_folder(out / "runs")
         with tempfile.TemporaryFile(dir=out / "runs") as probe:  # leaves no name after a crash

@@ -304,7 +304,7 @@ def test_index_names_files_beside_it(tmp_path, name):
     assert "is not the name of a safetensors file" in refused(tmp_path / "published")
 
 
-def test_what_a_killed_import_left_is_removed(tmp_path):
+def test_leftovers_of_a_killed_import_are_removed(tmp_path):
     write_published(tmp_path / "published")
     run = import_folder(tmp_path / "published")
     left = run.folder.with_name(f".importing-{run.folder.name[-12:]}.tmp") / "runs" / "x-123"
