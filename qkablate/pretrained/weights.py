@@ -42,7 +42,7 @@ def find_tensors(architecture: Architecture, files: list[Path]) -> dict[str, Ten
                 f"{files[0].name}: {name} is missing, which config.json implies{_hint(name, names)}"
             )
         full, info = found.pop(name)
-        shape = _allowed_shape(architecture, entry, info.shape)
+        shape = _published_shape(architecture, entry)
         if info.shape != shape:
             raise UserError(
                 f"{info.file.name}: {sanitize(full)} has the shape {[*info.shape]}, and config.json"
@@ -74,10 +74,8 @@ def _hint(name: str, found: Iterable[str]) -> str:
     return f" (it has {len(blocks)} blocks)" if re.match(r"(h|layers)\.\d", name) else ""
 
 
-def _allowed_shape(
-    architecture: Architecture, entry: Entry, shape: tuple[int, ...]
-) -> tuple[int, ...]:
-    """Return the shape that an entry must have; a table of positions may be longer than ours."""
+def _published_shape(architecture: Architecture, entry: Entry) -> tuple[int, ...]:
+    """Return the shape of a published tensor: a table of positions may be longer than ours."""
     if entry.name == "wpe.weight":
         return (architecture.context, architecture.model.d_model)
     return entry.shape
