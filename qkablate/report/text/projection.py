@@ -14,7 +14,7 @@ def print_projection(result: dict[str, Any], out: str) -> None:
         print(f"{name} from {run['folders']['parent']}: relative projection error per layer")
         rows = []
         for layer in run["layers"]:
-            shares = [_format_share(layer[key]) for key in ("qk", "qk_scores", "ov", "ov_output")]
+            shares = [format_share(layer[key]) for key in ("qk", "qk_scores", "ov", "ov_output")]
             rows.append([str(layer["layer"]), *shares, " ".join(map(str, layer["heads"]))])
         columns = ["layer", "QK weights", "QK scores", "OV weights", "OV output", "heads"]
         print_table(columns, rows)
@@ -94,5 +94,6 @@ def _print_split(result: dict[str, Any]) -> None:
         print("n = 1 seed: no interval; pass several RUNs, one per seed, for an interval")
 
 
-def _format_share(value: float) -> str:
+def format_share(value: float) -> str:
+    """Format a relative error; tiny ones as a power of ten."""
     return "0" if value == 0 else f"{value:.3f}" if value >= 5e-4 else f"{value:.0e}"
