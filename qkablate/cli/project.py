@@ -157,7 +157,7 @@ def _parse_words(words: list[str]) -> tuple[list[str], list[str], int]:
 def _compose(overrides: list[str]) -> Config:
     jobs = compose_jobs(overrides)
     if len(jobs) > 1:
-        raise UserError(f"one variant at a time, not {len(jobs)}: give each key one value")
+        raise UserError(f"these are {len(jobs)} runs: give each key one value")
     return jobs[0].config
 
 
