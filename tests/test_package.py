@@ -169,7 +169,8 @@ def prepared(workspace, tiny, monkeypatch, tmp_path) -> Callable[[list[str]], No
             runs = [["train", f"variant={variant}", *tiny] for variant in names[:2]]
             folder = workspace("-".join(names[:2]), *runs)
         elif verb == "project":
-            runs = [["train", f"seed={seed}", *tiny] for seed in range(len(words) - 2)]
+            count = sum("=" not in name and not name.startswith("-") for name in names)
+            runs = [["train", f"seed={seed}", *tiny] for seed in range(count)]
             folder = workspace(f"project-{len(runs)}", *runs)
         else:
             return
@@ -209,6 +210,7 @@ def test_commands_of_the_docs_work(
         words += [word for word in tiny if word.startswith("data.cache=")]
     if words[0] == "project":
         words = [word.replace("-d128-h4-", "-d16-h2-") for word in words]
+        words = ["variant=no_q,merged_w" if word == "variant=all" else word for word in words]
         # The location of the data is not read from the run's folder.
         words += [word for word in tiny if word.startswith(("data.", "tracking."))]
     if "sweep.tune=true" in words:  # dozens of runs; tests/sweeps/planning/test_tuning.py tunes
