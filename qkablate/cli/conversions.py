@@ -38,16 +38,16 @@ def print_conversions(
         return show_plan(manifest, slots, request, as_json=args.json)
     from qkablate.analysis.study.study import read_study
     from qkablate.api.sweep import run_sweep
-    from qkablate.report.text import conversions
+    from qkablate.report.text import projection
     from qkablate.sweeps.running import results
 
     outcome = run_sweep(manifest, slots, request, retry=True)
     study = read_study(outcome.manifest.folder)
     if args.json:
-        print_json(conversions.to_json(study))
+        print_json(projection.conversions_to_json(study))
         return outcome.code
     print()
-    conversions.print_conversions(study)
+    projection.print_conversions(study)
     results.print_failures(outcome.sweep_state)
     name = [outcome.manifest.folder.name, *out_words(out)]
     again = results.resume_commands(outcome.sweep_state)

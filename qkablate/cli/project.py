@@ -14,7 +14,6 @@ from qkablate.compose.configs import compose_jobs
 from qkablate.compose.grid import split_engine_words
 from qkablate.config import Config
 from qkablate.errors import UserError, print_stderr
-from qkablate.report.text.projection import print_projection
 from qkablate.runs.lease import AlreadyRunning, LeaseLost
 from qkablate.runs.lease_wait import observe_leases
 from qkablate.runs.run import EXIT_CODES
@@ -129,6 +128,8 @@ def main(argv: list[str]) -> int:
     if args.json:
         print_json(result)
     else:
+        from qkablate.report.text.projection import print_projection
+
         print_projection(result, out)
     return 0
 

@@ -9,8 +9,8 @@ from qkablate.analysis.stats import Sample
 from qkablate.report.charts import base
 from qkablate.report.charts.base import Chart, ChartPanel, Spec, round_digits
 from qkablate.report.section import Section, format_n
-from qkablate.report.text.conversions import conversion_table
 from qkablate.report.text.numbers import format_gap
+from qkablate.report.text.projection import conversion_table
 
 _LABEL_WIDTH, _LABEL_HEIGHT = 0.2, 0.045  # of a panel
 _TITLES = {
