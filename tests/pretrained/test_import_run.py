@@ -7,41 +7,19 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from qkablate.config import ModelConfig, VariantConfig, resolve_variant
+from qkablate.config import ModelConfig, VariantConfig
 from qkablate.errors import UserError
-from qkablate.models.build import build_model
 from qkablate.pretrained.import_run import import_run
-from qkablate.pretrained.layouts import PREFIXES
-from qkablate.pretrained.published_config import Architecture, make_config
+from qkablate.pretrained.published_config import Architecture
 from qkablate.pretrained.repository import find_repository
-from qkablate.pretrained.weights import join_entry
 from qkablate.training.warm_start.restore import restore
-from tests.pretrained.published import TOKENS, change_config, logits_of, publish
-
-SIZES = {"layers": 2, "d_model": 16, "heads": 4, "context": 16}
-
-
-def write_published(folder, family="gpt2", vocabulary=61):
-    """Write a random model without transformers; return it."""
-    model, variant = ModelConfig(**SIZES, bias=True, mlp="gelu_tanh"), VariantConfig()
-    if family == "llama":
-        block = {"position": "rope", "norm_kind": "rms", "mlp": "swiglu", "tied": False}
-        model = ModelConfig(**SIZES, **block)
-        variant = VariantConfig("gqa", qk="grouped", ov="grouped", groups=2)
-    variant = resolve_variant(variant, model)
-    architecture = Architecture(family, model, variant, vocabulary, model.context)
-    built = build_model(model, variant, vocabulary, device="cpu").init_(0).eval()
-    folder.mkdir()
-    (folder / "config.json").write_text(json.dumps(make_config(architecture, None)))
-    weights, prefix = built.state_dict(), PREFIXES[family]
-    tensors = {
-        (entry.name if entry.name == "lm_head.weight" else prefix + entry.name): join_entry(
-            entry, weights
-        )
-        for entry in architecture.entries().values()
-    }
-    save_file(tensors, folder / "model.safetensors", {"format": "pt"})
-    return built
+from tests.pretrained.published import (
+    TOKENS,
+    change_config,
+    logits_of,
+    publish,
+    write_published,
+)
 
 
 def import_folder(folder, **options):
