@@ -82,9 +82,12 @@ def logits_of(model: Any, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -
 SIZES: dict[str, Any] = {"layers": 2, "d_model": 16, "heads": 4, "context": 16}
 
 
-def write_published(folder: Path, family: str = "gpt2", vocabulary: int = 61) -> Any:
+def write_published(
+    folder: Path, family: str = "gpt2", vocabulary: int = 61, context: int = 16
+) -> Any:
     """Write a random model without transformers; return it."""
-    model, variant = ModelConfig(**SIZES, bias=True, mlp="gelu_tanh"), VariantConfig()
+    sizes = SIZES | {"context": context}
+    model, variant = ModelConfig(**sizes, bias=True, mlp="gelu_tanh"), VariantConfig()
     if family == "llama":
         block: dict[str, Any] = {
             "position": "rope",
@@ -92,7 +95,7 @@ def write_published(folder: Path, family: str = "gpt2", vocabulary: int = 61) ->
             "mlp": "swiglu",
             "tied": False,
         }
-        model = ModelConfig(**SIZES, **block)
+        model = ModelConfig(**sizes, **block)
         variant = VariantConfig("gqa", qk="grouped", ov="grouped", groups=2)
     variant = resolve_variant(variant, model)
     architecture = Architecture(family, model, variant, vocabulary, model.context)
