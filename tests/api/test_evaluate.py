@@ -46,7 +46,7 @@ def test_equal_runs_have_no_gap_and_no_error():
 
 
 def test_a_constant_gap_per_token_has_no_error():
-    """What documents share is not an uncertainty over documents."""
+    """A difference that all documents share is no uncertainty."""
     gap = compare_evaluations(evaluation("a", LOSSES + 0.25 * COUNTS), evaluation("b"))
     assert gap.gap == pytest.approx(0.25)
     assert gap.se == pytest.approx(0, abs=1e-12)
