@@ -8,6 +8,7 @@ from qkablate.compose.configs import make_config, open_hydra
 from qkablate.compose.grid import SweepRequest, read_request, split_engine_words
 from qkablate.compose.words import expand_words, parse_values, split_words
 from qkablate.config import Config, variants
+from qkablate.errors import UserError
 from qkablate.table import print_json, print_next_commands
 
 if TYPE_CHECKING:
@@ -18,9 +19,12 @@ _ALL = "variant=all"
 
 def has_several_variants(overrides: list[str]) -> bool:
     """Return whether the overrides name all variants, or more than one."""
-    own = [word for word in overrides if word.lstrip("+").startswith("variant")]
+    own = [word for word in overrides if word.startswith("variant")]
     with open_hydra():
-        return any(word == _ALL or len(parse_values(word)[1]) > 1 for word in own)
+        values = [parse_values(word)[1] for word in own]
+    if any("all" in several and len(several) > 1 for several in values):
+        raise UserError("variant: 'all' stands alone")
+    return _ALL in own or any(len(several) > 1 for several in values)
 
 
 def print_conversions(
@@ -92,7 +96,7 @@ def _plan(
             steps,
             out,
             _compose,
-            ["qkablate", "project", *args.words],
+            ["qkablate", "project", *args.words, "--table"],
             remote=request.settings.engine.name != "local",
             note=note,
         )

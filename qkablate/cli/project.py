@@ -140,7 +140,7 @@ def _parse_words(words: list[str]) -> tuple[list[str], list[str], int]:
 
     runs, pairs = split_runs(words)
     overrides, steps = [], DEFAULT_STEPS
-    for pair in pairs:
+    for pair in (pair.lstrip("+") for pair in pairs):
         key, _, value = pair.partition("=")
         if key == "finetune.steps":
             steps = convert_value(key, value, whole_number(1, 2**53))

@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 
 from qkablate.config import Config, InitFromConfig
+from qkablate.config.variant import SIZES
 from qkablate.data import Data
 from qkablate.errors import ImpossibleConfig, UserError
 from qkablate.models.cost import cached_by_site
@@ -46,14 +47,16 @@ def plan_conversions(
     Variants that the runs cannot be projected to are left out; UserError if all of them are.
     """
     parents = restore_parents(runs, jobs[0], out)
-    planned = _Conversions(steps, out, compose, remote)
+    planned = _Conversions(steps, out, compose, remote, _find_varied(jobs))
     total = len(parents) * len(jobs)
     for number, (parent, words) in enumerate((p, words) for p in parents for words in jobs):
         planned.add(parent, words)
         note(number + 1, total)
-    if len(planned.arms) < 2 and planned.left_out:
-        first = next(iter(planned.left_out.values()))
-        raise UserError(f"no variant is left: {first.arm}: {first.reason}")
+    if len(planned.arms) < 2:
+        for left in planned.left_out.values():
+            raise UserError(f"no variant is left: {left.arm}: {left.reason}")
+        (arm,) = planned.arms.values()
+        raise UserError(f"variant: the runs are {arm.variant} already; give another one")
     return Manifest(
         name=NAME,
         out=out,
@@ -74,6 +77,7 @@ class _Conversions:
     out: str
     compose: Compose
     remote: bool
+    varied: list[str]  # keys beside variant that have several values
     arms: dict[str, Arm] = field(default_factory=dict)  # by name
     runs: dict[str, SweepRun] = field(default_factory=dict)  # by id
     left_out: dict[str, LeftOutArm] = field(default_factory=dict)
@@ -82,7 +86,9 @@ class _Conversions:
     def add(self, parent: RestoredRun, words: list[str]) -> None:
         """Add the run that is trained on in its own variant, and that in the words' variant."""
         baseline = self._add_run(parent, [w for w in words if not _is_variant(w)], own=True)
-        name = next((w.partition("=")[2] for w in words if w.startswith("variant=")), "variant")
+        chosen = dict(word.split("=", 1) for word in words if _is_variant(word))
+        others = [f"{key}={chosen[key]}" for key in self.varied if key in chosen]
+        name = " ".join([chosen.get("variant", "standard"), *others])
         try:
             self._add_run(parent, words, own=False, baseline=baseline)
         except ImpossibleConfig as error:
@@ -103,16 +109,29 @@ class _Conversions:
             return self.runs[plan.run.id].arm
         model = plan.config.model
         name = f"{plan.config.variant.name}-d{model.d_model}-h{model.heads}"
+        given = dict(word.split("=", 1) for word in words)
+        for key in self.varied:
+            leaf = key.rpartition(".")[2]
+            if not own and leaf not in SIZES and key in given:  # sizes are in the variant's name
+                name += f"-{leaf}={given[key]}"
         if name == baseline:  # their variant, with other settings of it
             name += "-projected"
         arm = self.arms.get(name) or _make_arm(name, plan, baseline, has_threads="threads" in keys)
         by_seed = {**arm.parents, str(plan.config.seed): plan.config.init_from}
         self.arms[name] = arm = dataclasses.replace(arm, parents=by_seed)
         run = arm.run(_changes(plan.config))
-        if run.id != plan.run.id:  # an arm is one config but for its seeds
-            raise UserError(f"{name}: give each key but {' and '.join(_FREE_KEYS)} one value")
+        assert run.id == plan.run.id, name  # an arm is one config but for its seeds
         self.runs[run.id] = run
         return name
+
+
+def _find_varied(jobs: list[list[str]]) -> list[str]:
+    """Return the keys of the variant, beside its name, that have several values."""
+    values: dict[str, set[str]] = {}
+    for word in (word for words in jobs for word in words if _is_variant(word)):
+        key, _, value = word.partition("=")
+        values.setdefault(key, set()).add(value)
+    return [key for key, own in values.items() if len(own) > 1 and key != "variant"]
 
 
 def check_axes(words: Iterable[tuple[str, list[str]]]) -> None:

@@ -156,6 +156,8 @@ def test_all_variants_are_planned(qkablate, outputs):
         (["variant=no_q,no_k", "model.layers=3"], "model.layers: is fixed by the trained run"),
         (["variant=no_q,no_k", "seed=3"], "seed: is fixed by the trained run"),
         (["variant=no_q,no_k", "sweep.tune=true"], "sweep.tune"),
+        (["variant=standard", "--table"], "the runs are standard already; give another one"),
+        (["variant=all,no_q"], "variant: 'all' stands alone"),
     ],
 )
 def test_mistakes_are_one_line(qkablate, outputs, words, reason):
@@ -164,6 +166,41 @@ def test_mistakes_are_one_line(qkablate, outputs, words, reason):
     assert reason in done.err
     assert done.err.count("\n") == 1
     assert not any((outputs / "runs").glob("finetuned-*"))
+
+
+@pytest.mark.slow
+def test_data_is_found_by_its_fingerprint(qkablate, tmp_path, monkeypatch):
+    """No path in a run's folder is read, here or in the processes of a sweep."""
+    folder = tmp_path / "elsewhere"
+    folder.mkdir()
+    monkeypatch.chdir(folder)
+    Path("book.txt").write_text("the cat sat on the mat, and the dog lay under it.\n\n" * 900)
+    words = [*SIZES, *LENGTH, "data=text", "data.path=book.txt", "variant=merged_w"]
+    done = qkablate("train", *words)
+    assert done.code == 0, done.err
+    Path("book.txt").unlink()
+    output = converted(qkablate, "merged_w", "variant=standard,uniform", "finetune.steps=2")
+    assert output["trained"]["arm"] == "merged_w-d16-h2"
+    assert [row["test_gap"]["n"] for row in output["variants"]] == [1, 1]
+
+
+@pytest.mark.slow
+def test_settings_of_a_variant_make_arms(qkablate, outputs):
+    words = ["variant=low_rank_w", "variant.rank=2,64", "variant.init=naive,matched"]
+    done = qkablate("project", RUNS[0], *words, "finetune.steps=1", "--dry-run", "--json")
+    assert done.code == 0, done.err
+    plan = json.loads(done.out)
+    arms = {arm["arm"] for arm in plan["arms"]}
+    assert {f"low_rank_w_r2-d16-h2-init={init}" for init in ("naive", "matched")} < arms
+    assert {left["arm"] for left in plan["left_out"]} == {
+        f"low_rank_w variant.rank=64 variant.init={init}" for init in ("naive", "matched")
+    }
+
+
+@pytest.mark.slow
+def test_resumed_table_is_a_table(qkablate, outputs):
+    done = qkablate("project", RUNS[0], "variant=no_q", "--table", "finetune.steps=2", "--dry-run")
+    assert "variant=no_q finetune.steps=2 --table" in done.out
 
 
 @pytest.mark.slow

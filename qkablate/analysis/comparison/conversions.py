@@ -12,7 +12,7 @@ from pathlib import Path
 from qkablate.analysis.comparison.gaps import Gap, find_families
 from qkablate.analysis.stats import Sample
 from qkablate.analysis.study.loss_curves import START
-from qkablate.analysis.study.study import Record, Study
+from qkablate.analysis.study.study import Entry, Record, Study
 from qkablate.runs.records import is_number, read_json
 from qkablate.runs.run import PROJECTION_LOSSES
 
@@ -26,7 +26,7 @@ class Conversion:
     arm: str
     variant: str
     params: int  # without embeddings
-    params_percent: float  # of those of the trained model
+    params_percent: float | None  # of those of the trained model
     errors: dict[str, float] | None  # relative, root mean square over layers and runs
     at_once: Sample  # validation loss before the first step, of each run
     at_once_gap: Sample
@@ -37,18 +37,29 @@ class Conversion:
     diverged: int
 
 
-def find_conversions(study: Study) -> list[Conversion]:
-    """Return the conversions in a study, the smallest loss after fine-tuning first."""
-    gaps = [gap for family in find_families(study) for gap in family.gaps]
-    found = [_describe(gap) for gap in gaps if gap.arm.arm.is_finetuned]
-    return sorted(found, key=lambda c: (c.val.mean if c.val.n else math.inf, c.params))
+@dataclass(frozen=True)
+class Conversions:
+    """A trained model, which may have several seeds, and the variants that it was converted to."""
+
+    baseline: Entry  # its own runs, trained on in their own variant
+    at_once: Sample  # their validation loss before the first step
+    val: Sample
+    variants: list[Conversion]  # the smallest loss after fine-tuning first
 
 
-def baseline_losses(study: Study) -> tuple[Sample, Sample]:
-    """Return the validation losses of the trained model, before and after it is trained on."""
-    names = {gap.baseline.name for family in find_families(study) for gap in family.gaps}
-    records = [r for e in study.entries if e.name in names for r in e.records.values()]
-    return _sample(map(_initial_loss, records)), _sample(map(_final_loss, records))
+def find_conversions(study: Study) -> list[Conversions]:
+    """Return the conversions in a study, by trained model."""
+    found = []
+    for family in find_families(study):
+        gaps = [gap for gap in family.gaps if gap.arm.arm.is_finetuned]
+        if gaps and family.baseline.arm.is_finetuned:
+            records = [*family.baseline.records.values()]
+            at_once, val = (_sample(map(read, records)) for read in (_initial_loss, _final_loss))
+            variants = sorted(
+                map(_describe, gaps), key=lambda c: (c.val.mean if c.val.n else math.inf, c.params)
+            )
+            found.append(Conversions(family.baseline, at_once, val, variants))
+    return found
 
 
 def _describe(gap: Gap) -> Conversion:
@@ -60,7 +71,7 @@ def _describe(gap: Gap) -> Conversion:
         arm=arm.name,
         variant=arm.arm.variant,
         params=arm.arm.params,
-        params_percent=100 * arm.arm.params / baseline.arm.params,
+        params_percent=100 * arm.arm.params / baseline.arm.params if baseline.arm.params else None,
         errors=_mean_errors(record.folder for record in records),
         at_once=_sample(map(_initial_loss, records)),
         at_once_gap=_sample(_difference(_initial_loss(a), _initial_loss(b)) for a, b in known),

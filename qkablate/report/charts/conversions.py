@@ -1,16 +1,12 @@
 """Loss of converted models by the parameters they keep."""
 
-from qkablate.analysis.comparison.conversions import (
-    Conversion,
-    baseline_losses,
-    find_conversions,
-)
+from qkablate.analysis.comparison.conversions import Conversion, find_conversions
 from qkablate.analysis.stats import Sample
 from qkablate.report.charts import base
 from qkablate.report.charts.base import Chart, ChartPanel, Spec, round_digits
 from qkablate.report.section import Section, format_n
 from qkablate.report.text.numbers import format_gap
-from qkablate.report.text.projection import conversion_table
+from qkablate.report.text.projection import conversion_tables
 
 _LABEL_WIDTH, _LABEL_HEIGHT = 0.2, 0.045  # of a panel
 _TITLES = {
@@ -24,19 +20,22 @@ def conversion_chart(section: Section) -> Chart | None:
     conversions = find_conversions(section.study)
     if not conversions:
         return None
-    panels = []
-    for (when, title), baseline in zip(
-        _TITLES.items(), baseline_losses(section.study), strict=True
-    ):
-        if baseline.n and (rows := _rows(conversions, when, baseline)):
-            panels.append(_panel(section, title, rows, baseline))
+    panels, counts = [], []
+    for found in conversions:
+        for (when, title), baseline in zip(
+            _TITLES.items(), (found.at_once, found.val), strict=True
+        ):
+            if baseline.n and (rows := _rows(found.variants, when, baseline)):
+                name = f": {found.baseline.name}" if len(conversions) > 1 else ""
+                panels.append(_panel(section, f"{title}{name}", rows, baseline))
+                counts += [row["n"] for row in rows]
     caption = (
         "Mean validation loss by parameters without embeddings, in percent of the trained model's."
         f" Dashed: the trained model itself. Bar: 95 % interval of the paired gap to it"
-        f" ({format_n([own.val.n for own in conversions])}). Lower left is better; a variant on"
+        f" ({format_n(counts)}). Lower left is better; a variant on"
         " the dashed line holds all that the model does."
     )
-    table = conversion_table(section.study)
+    table = conversion_tables(section.study)[0] if len(conversions) == 1 else None
     return Chart("conversions", "Conversions to other variants", caption, panels, table)
 
 
@@ -44,7 +43,7 @@ def _rows(conversions: list[Conversion], when: str, baseline: Sample) -> list[Sp
     rows = []
     for own in conversions:
         loss, gap = (own.at_once, own.at_once_gap) if when == "at once" else (own.val, own.val_gap)
-        if loss.n and gap.n:
+        if loss.n and gap.n and own.params_percent is not None:
             interval = gap.interval()
             low, high = interval or (None, None)
             rows.append(

@@ -2,11 +2,7 @@
 
 from typing import Any
 
-from qkablate.analysis.comparison.conversions import (
-    Conversion,
-    baseline_losses,
-    find_conversions,
-)
+from qkablate.analysis.comparison.conversions import Conversion, Conversions, find_conversions
 from qkablate.analysis.stats import Sample
 from qkablate.analysis.study.study import Study
 from qkablate.errors import sanitize
@@ -114,33 +110,37 @@ _COLUMNS = [
 
 
 def print_conversions(study: Study) -> None:
-    """Print the table with its notes."""
-    table = conversion_table(study)
-    print(table.title)
-    print_table(table.columns, table.rows)
-    print()
-    for note in table.notes:
-        print_text(note)
-
-
-def conversion_table(study: Study) -> Table:
-    """Return a row for each variant, and one for the trained model itself."""
-    rows = [_baseline_row(study), *map(_row, find_conversions(study))]
-    config = next(iter(study.arms.values())).config
-    steps, lr = format_count(int(config.train.steps), "step"), config.optim.lr
-    notes = [
-        "QK scores, OV output: relative error of the projection, root mean square over layers and"
-        " runs, weighted by what each layer reads; 0 is exact",
-        f"at once: before the first step; after: {steps} of fine-tuning at learning rate {lr:g}."
-        " Gaps are to the trained model, which was trained on for as many steps",
-    ]
-    if any(
-        arm.mismatch is None and len(study.entries[0].records) == 1 for arm in study.arms.values()
-    ):
-        notes.append("n = 1: no interval; give several RUNs, or seed=range(3) to an imported model")
+    """Print the table of each trained model, with its notes."""
+    for table in conversion_tables(study):
+        print(table.title)
+        print_table(table.columns, table.rows)
+        print()
+        for note in table.notes:
+            print_text(note)
     for reason, names in _group_left_out(study).items():
-        notes.append(f"left out: {', '.join(names)}: {reason}")
-    return Table("Conversions of the trained model", _COLUMNS, rows, notes)
+        print_text(f"left out: {', '.join(names)}: {reason}")
+
+
+def conversion_tables(study: Study) -> list[Table]:
+    """Return a table of each trained model: a row for itself, and one for each variant."""
+    tables = []
+    for found in find_conversions(study):
+        config = found.baseline.arm.config
+        steps, lr = format_count(int(config.train.steps), "step"), config.optim.lr
+        notes = [
+            "QK scores, OV output: relative error of the projection, root mean square over layers"
+            " and runs, weighted by what each layer reads; 0 is exact",
+            f"at once: before the first step; after: {steps} of fine-tuning at learning rate"
+            f" {lr:g}. Gaps are to the trained model, which was trained on for as many steps",
+        ]
+        if max((own.runs for own in found.variants), default=0) == 1:
+            notes.append(
+                "n = 1: no interval; give several RUNs, or of an imported model several seeds"
+            )
+        rows = [_baseline_row(found), *map(_row, found.variants)]
+        title = f"Conversions of {found.baseline.name}, trained"
+        tables.append(Table(title, _COLUMNS, rows, notes))
+    return tables
 
 
 def _group_left_out(study: Study) -> dict[str, list[str]]:
@@ -151,14 +151,18 @@ def _group_left_out(study: Study) -> dict[str, list[str]]:
 
 
 def conversions_to_json(study: Study) -> dict[str, Any]:
-    """Return the table as plain data."""
-    config = next(iter(study.arms.values())).config
-    at_once, val = baseline_losses(study)
+    """Return the tables of a sweep, which has one trained model, as plain data."""
+    (found,) = find_conversions(study)
+    config = found.baseline.arm.config
     return {
         "sweep": study.name,
         "steps": int(config.train.steps),
         "lr": config.optim.lr,
-        "trained": {"val_at_once": _plain(at_once), "val": _plain(val)},
+        "trained": {
+            "arm": found.baseline.name,
+            "val_at_once": _plain(found.at_once),
+            "val": _plain(found.val),
+        },
         "variants": [
             {
                 "arm": own.arm,
@@ -174,7 +178,7 @@ def conversions_to_json(study: Study) -> dict[str, Any]:
                 "runs": own.runs,
                 "diverged": own.diverged,
             }
-            for own in find_conversions(study)
+            for own in found.variants
         ],
         "left_out": [{"variant": left.arm, "reason": left.reason} for left in study.left_out],
     }
@@ -185,21 +189,10 @@ def _plain(sample: Sample) -> dict[str, Any]:
     return {"n": sample.n, "mean": mean, "interval": sample.interval()}
 
 
-def _baseline_row(study: Study) -> list[str]:
-    at_once, val = baseline_losses(study)
-    arm = next(arm for arm in study.arms.values() if arm.baseline is None)
-    params = f"{arm.params:,}"
-    return [
-        f"{arm.variant} (trained)",
-        params,
-        "",
-        "",
-        _loss(at_once),
-        "",
-        _loss(val),
-        "",
-        str(val.n),
-    ]
+def _baseline_row(found: Conversions) -> list[str]:
+    arm = found.baseline.arm
+    losses = [_loss(found.at_once), "", _loss(found.val), ""]
+    return [f"{arm.variant} (trained)", f"{arm.params:,}", "", "", *losses, str(found.val.n)]
 
 
 def _row(own: Conversion) -> list[str]:
@@ -208,7 +201,7 @@ def _row(own: Conversion) -> list[str]:
     diverged = f" ({own.diverged} diverged)" if own.diverged else ""
     return [
         own.variant,
-        f"{own.params:,} ({own.params_percent:.0f} %)",
+        f"{own.params:,} ({format_known(own.params_percent, '.0f')} %)",
         *shares,
         _loss(own.at_once),
         _gap(own.at_once_gap, with_interval=False),

@@ -47,6 +47,7 @@ class RunTask:
     packed: int  # runs that share the machine, including this one
     retry: bool  # train again a run that has failed before
     branching: Branching = NO_BRANCHING
+    data_fingerprint: str = ""  # of a trained parent's data, which may be known by nothing else
     others: tuple["RunTask", ...] = ()  # the other runs of a vmapped program
 
     def to_json(self) -> str:

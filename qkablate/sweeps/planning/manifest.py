@@ -91,6 +91,11 @@ class Arm:
         return self.config.init_from.run is not None
 
     @property
+    def parent_data(self) -> str:
+        """Fingerprint of the data of the trained runs that its runs begin from; '' if none."""
+        return str(self.facts["data_fingerprint"]) if self.is_finetuned else ""
+
+    @property
     def train_flops(self) -> float:
         return self.flops * self.tokens
 
@@ -114,7 +119,8 @@ class Arm:
         """Return the arguments that repeat a run of this arm with `qkablate train`."""
         overrides = self.overrides | {key: str(value) for key, value in run.changes.items()}
         if parent := self.parents.get(str(run.changes["seed"])):
-            overrides["init_from.run"] = as_quoted(parent.run)
+            known = {key: value for key, value in vars(parent).items() if value is not None}
+            overrides |= {f"init_from.{key}": as_quoted(value) for key, value in known.items()}
         if run.tuning:
             overrides["train.evaluate_test"] = "false"
         return [f"{key}={value}" for key, value in overrides.items()]

@@ -209,7 +209,8 @@ class Launcher:
         id, retry = state.run.id, state.status == "failed"
         self._to_retry.discard(id)
         config, branching = self.manifest.config_of(state.run), self._plan_branching(state)
-        return base.RunTask(id, state.folder, config, packed, retry, branching)
+        fingerprint = self.manifest.arms[state.run.arm].parent_data
+        return base.RunTask(id, state.folder, config, packed, retry, branching, fingerprint)
 
     def _find_others(self, state: RunState) -> list[RunState]:
         """Return the runs that train with this one as one program.

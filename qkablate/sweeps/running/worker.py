@@ -17,6 +17,8 @@ from multiprocessing.connection import Connection
 
 from tqdm import tqdm
 
+from qkablate.config import Config
+from qkablate.data import TASKS, Data, find_data
 from qkablate.disk import make_folder, open_append
 from qkablate.errors import UserError, print_stderr
 from qkablate.redaction import redact
@@ -100,7 +102,7 @@ def _train(task: base.RunTask) -> int:
 
 def _plan(task: base.RunTask) -> tuple[RunPlan, LeaseObserver]:
     """Plan a run as it was frozen; wait until it is certain whether another process trains it."""
-    planned = plan_run(task.config)
+    planned = plan_run(task.config, data=_find_parent_data(task.config, task.data_fingerprint))
     if planned.run.id != task.id:
         raise UserError(
             f"this run would be {planned.run.id} now, not {task.id}: data, circuits or this"
@@ -109,6 +111,16 @@ def _plan(task: base.RunTask) -> tuple[RunPlan, LeaseObserver]:
     observer = LeaseObserver()
     observer.wait_until_sure(task.folder)  # the launcher saw no heartbeat of another machine
     return planned, observer
+
+
+def _find_parent_data(config: Config, fingerprint: str) -> Data | None:
+    """Return the data of a trained parent, if it is prepared here: its paths may be unknown here.
+
+    That of a task is generated.
+    """
+    if not fingerprint or config.data.source in TASKS:
+        return None
+    return find_data(config.data, config.model, fingerprint)
 
 
 def _train_program(task: base.RunTask) -> int:
@@ -192,7 +204,9 @@ def record_death(
     reason = "out of memory" if exit.out_of_memory else state.reason
     # With a full disk, or where another launcher trains it, the run stays interrupted.
     with suppress(AlreadyRunning, LeaseLost, UserError, OSError):
-        planned = plan_run(manifest.config_of(state.run), remote=is_remote)
+        config = manifest.config_of(state.run)
+        data = _find_parent_data(config, manifest.arms[state.run.arm].parent_data)
+        planned = plan_run(config, remote=is_remote, data=data)
         if planned.run.id != exit.id:  # this machine would compute it in another way
             return False
         record_failure(planned, reason, out_of_memory=exit.out_of_memory, packed=packed)
