@@ -1,4 +1,4 @@
-"""How much of a model's circuits each form of the catalogue can hold, without training.
+"""Share of a model's circuits that each form of the catalogue can hold, without training.
 
 Shape suffixes: L layers, H heads, B batch, T tokens, V vocabulary.
 """
@@ -82,6 +82,7 @@ class Forms:
             "forms": [form.content() for form in self.forms],
             "obstacles": self.obstacles,
             "precision": self.precision,
+            "exact_below": EXACT,
         }
 
 

@@ -1,4 +1,4 @@
-"""How much of a model's circuits the forms of the catalogue can hold."""
+"""Shares of a model that the forms of the catalogue can hold."""
 
 import json
 import math

@@ -1,4 +1,4 @@
-"""What forms can hold of a layer, without a layer of them: the errors of `project_layer`."""
+"""Forms that hold a part of a layer, without a layer of them: the errors of `project_layer`."""
 
 from pathlib import Path
 
