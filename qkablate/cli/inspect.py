@@ -149,10 +149,10 @@ def main(argv: list[str]) -> int:
     _check_index("--layer", args.layer, len(all_layers))
     _check_index("--head", args.head, config.model.heads)
     text = attend(restored, args)
-    tokens = TOKENS
+    count = TOKENS
     if args.forms:
-        tokens = max(TOKENS, TOKENS_PER_DIMENSION * config.model.d_model)
-    inputs, source = choose_inputs(restored, args.keys.get("data.cache", "auto"), tokens)
+        count = max(TOKENS, TOKENS_PER_DIMENSION * config.model.d_model)
+    inputs, source = choose_inputs(restored, args.keys.get("data.cache", "auto"), count)
     starts = initial_layers(model, config, restored.folder / "start")
     if restored.is_imported:  # how it began is not known
         starts = iter(())

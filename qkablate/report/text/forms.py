@@ -1,11 +1,14 @@
 """Tables of the forms of the catalogue: how much of a model each can hold."""
 
+import shlex
 from collections.abc import Mapping
 from typing import Any
 
+from qkablate.report.section import Section
 from qkablate.report.text.table import Table
-from qkablate.table import print_table, print_text
+from qkablate.table import format_list, print_table, print_text
 
+_LISTED = 6  # forms that the summary names
 SIDES = {"scores": "scores of B_h", "output": "output of M_h"}
 
 
@@ -25,6 +28,58 @@ def make_form_table(content: Mapping[str, Any]) -> Table:
         rows.append([*cells, "" if residual is None else f"{residual:.0e}"])
     columns = ["variant", "params", "scores", "worst layer", "output", "worst layer", "logits"]
     return Table("How much of the model each form holds", columns, rows)
+
+
+def make_form_tables(section: Section) -> list[Table]:
+    """Return the table of each imported run whose forms were measured."""
+    several = len(section.inspections) > 1
+    tables = []
+    for name, inspection in section.inspections.items():
+        if inspection.forms is not None:
+            table = make_form_table(inspection.forms)
+            title = f"{table.title}: {name}" if several else table.title
+            notes = [f"on {inspection.forms['tokens']}", *group_obstacles(inspection.forms)]
+            tables.append(Table(title, table.columns, table.rows, notes))
+    return tables
+
+
+def summarize_forms(section: Section) -> list[str]:
+    """Return sentences about imported runs: what holds them, or the command that measures it."""
+    sentences = ["Imported weights: they were not trained here, so that there is no loss."]
+    measured = [i.forms for i in section.inspections.values() if i.forms is not None]
+    for forms in measured:
+        exact = [form["variant"] for form in forms["forms"] if form["logits"] is not None]
+        smaller = [f for f in forms["forms"] if f["logits"] is None and f["share"] < 1]
+        if exact:
+            sentences.append(f"The attention is held exactly by {format_list(exact, _LISTED)}.")
+        if smaller:
+            first = smaller[0]
+            errors = [
+                f"the {side} {'equal' if value == 'exact' else f'off by {value} of their size'}"
+                for side in SIDES
+                if (value := format_error(first[side], forms["exact_below"]))
+            ]
+            sentences.append(
+                f"Of the smaller forms {first['variant']} is the closest, without any training:"
+                f" {', '.join(errors)}."
+            )
+    if len(measured) < len(section.study.all_records):
+        command = format_inspect_command(section)
+        sentences.append(f"What forms hold of it, and its heads, are measured by: {command}")
+    return sentences
+
+
+def format_inspect_command(section: Section) -> str:
+    """Return the command that measures the first imported run that has no forms yet."""
+    records = [
+        record
+        for entry in section.study.entries
+        for record in entry.with_status("imported")
+        if (known := section.inspections.get(entry.name)) is None or known.forms is None
+    ] or section.study.all_records
+    out = section.study.out
+    words = ["inspect", records[0].folder.resolve().name, "--forms"]
+    return shlex.join(["qkablate", *words, *([] if out == "outputs" else [f"out={out}"])])
 
 
 def group_obstacles(content: Mapping[str, Any]) -> list[str]:
