@@ -1,4 +1,4 @@
-"""What `qkablate inspect` has measured of an imported run: inspection.json in its folder.
+"""Measures of `qkablate inspect` of an imported run: inspection.json in its folder.
 
 It belongs to the weights whose sha256 it names, so that a report can show it without them.
 """

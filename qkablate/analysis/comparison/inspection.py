@@ -1,4 +1,4 @@
-"""What `qkablate inspect` has measured of an imported run, as a report shows it."""
+"""Measures of `qkablate inspect` of an imported run, as a report shows them."""
 
 from dataclasses import dataclass
 from typing import Any
