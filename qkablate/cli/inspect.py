@@ -20,7 +20,6 @@ from qkablate.cli.arguments import (
 )
 from qkablate.cli.text_attention import attend, draw
 from qkablate.errors import UserError, sanitize
-from qkablate.report.text.forms import print_forms
 from qkablate.report.text.heads import print_measures, print_spectra
 from qkablate.table import format_count, print_json, print_next_commands
 
@@ -186,6 +185,8 @@ def main(argv: list[str]) -> int:
         return 0
     print(f"{sanitize(name)}, step {restored.step}: {attention.equation}")
     if forms is not None:
+        from qkablate.report.text.forms import print_forms
+
         sequences = f"{format_count(rows, 'sequence')} of {format_count(length, 'token')}"
         print(f"What the forms of the catalogue hold, on {sequences} of {sanitize(source)}\n")
         print_forms(forms, args.layer)

@@ -101,7 +101,7 @@ class Section:
 
     @cached_property
     def inspections(self) -> dict[str, Inspection]:
-        """What `qkablate inspect` has measured of each imported run, by its arm."""
+        """Measures of `qkablate inspect` of each imported run, by its arm."""
         found = {entry.name: read_arm_inspection(entry) for entry in self.study.entries}
         return {name: inspection for name, inspection in found.items() if inspection is not None}
 

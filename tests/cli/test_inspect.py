@@ -402,7 +402,7 @@ def test_forms_are_a_table_with_every_variant(inspect):
     done = inspect("--forms")
     assert done.code == 0, done.err
     lines = done.out.splitlines()
-    assert "of the validation split of " in lines[0]
+    assert "of the validation split of " in lines[1]
     header = next(line for line in lines if line.startswith("variant"))
     assert header.split("  ")[0] == "variant"
     named = done.out.replace(",", " ").replace(":", " ").split()
