@@ -8,12 +8,18 @@ import fcntl
 import hashlib
 import os
 import secrets
+import shutil
 import stat
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from io import BufferedReader
 from pathlib import Path
+
+
+def describe_os_error(error: Exception) -> str:
+    """Return the reason of a failed read or write in a few words."""
+    return getattr(error, "strerror", None) or " ".join(str(error).split()) or type(error).__name__
 
 
 def sync_folder(folder: Path) -> None:
@@ -23,6 +29,12 @@ def sync_folder(folder: Path) -> None:
         os.fsync(descriptor)
     finally:
         os.close(descriptor)
+
+
+def sync_file(path: Path) -> None:
+    """Sync a file that is written."""
+    with path.open("rb") as file:
+        os.fsync(file.fileno())
 
 
 def make_folder(folder: Path) -> None:
@@ -82,6 +94,31 @@ def hold_lock(path: Path, waits_for: str = "") -> Iterator[None]:
                 print(f"waiting for {waits_for}", file=sys.stderr)
             fcntl.flock(file, fcntl.LOCK_EX)
         yield
+
+
+@contextmanager
+def exclusive_folder(folder: Path) -> Iterator[Path]:
+    """Yield an empty folder inside `folder`, which this process alone writes; both are removed.
+
+    What a process that was killed has left there is removed first. BlockingIOError while another
+    process is at it.
+    """
+    folder.mkdir(exist_ok=True)
+    if folder.is_symlink():
+        raise FileExistsError(errno.EEXIST, "it is a link", str(folder))
+    content, lock = folder / "new", folder / "lock"
+    with os.fdopen(os.open(lock, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o666)) as file:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        if not (lock.exists() and os.path.samestat(lock.stat(), os.fstat(file.fileno()))):
+            raise BlockingIOError(errno.EAGAIN, "another process has just removed it", str(lock))
+        try:
+            if content.is_dir() and not content.is_symlink():
+                shutil.rmtree(content)
+            content.unlink(missing_ok=True)
+            content.mkdir()
+            yield content
+        finally:
+            shutil.rmtree(folder, ignore_errors=True)
 
 
 def name_exclusively(temporary: Path, name: Path) -> None:

@@ -5,7 +5,14 @@ import os
 
 import pytest
 
-from qkablate.disk import hash_file, link_atomic, make_folder, open_append, read_file
+from qkablate.disk import (
+    exclusive_folder,
+    hash_file,
+    link_atomic,
+    make_folder,
+    open_append,
+    read_file,
+)
 from qkablate.tracking import MetricsFile
 
 
@@ -89,3 +96,31 @@ def test_link_is_relative_and_replaces_an_earlier_one(tmp_path):
         link_atomic(link, tmp_path / name)
         assert os.readlink(link) == f"../{name}"
     assert [path.name for path in (tmp_path / "links").iterdir()] == ["run"]
+
+
+def test_exclusive_folder_is_empty_and_is_removed(tmp_path):
+    folder = tmp_path / "work"
+    (folder / "new" / "left").mkdir(parents=True)  # by a process that was killed
+    with exclusive_folder(folder) as content:
+        assert [*content.iterdir()] == []
+        (content / "file").touch()
+        with pytest.raises(BlockingIOError), exclusive_folder(folder):
+            pass
+        content.rename(tmp_path / "done")
+    assert [path.name for path in tmp_path.iterdir() if path.name != "home"] == ["done"]
+    with pytest.raises(ZeroDivisionError), exclusive_folder(folder):
+        _ = 1 / 0
+    assert not folder.exists()
+
+
+def test_exclusive_folder_removes_nothing_of_others(tmp_path):
+    (tmp_path / "precious").mkdir()
+    (tmp_path / "precious" / "file").touch()
+    (tmp_path / "link").symlink_to(tmp_path / "precious")
+    with pytest.raises(FileExistsError), exclusive_folder(tmp_path / "link"):
+        pass
+    (tmp_path / "work").mkdir()
+    (tmp_path / "work" / "new").symlink_to(tmp_path / "precious")
+    with exclusive_folder(tmp_path / "work"):
+        pass
+    assert [path.name for path in (tmp_path / "precious").iterdir()] == ["file"]

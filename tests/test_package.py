@@ -18,13 +18,15 @@ from docs_hooks import make_notebook
 import qkablate as qkablate_package
 from qkablate.analysis.claims.parse import claim_names, load_claim
 from qkablate.cli import main
+from tests.data.fake_hub import isolate_client
+from tests.pretrained.published import write_published
 
 ROOT = Path(__file__).parent.parent
 README = (ROOT / "README.md").read_text(encoding="utf-8")
 CLAIMS = (ROOT / "docs" / "claims.md").read_text(encoding="utf-8")
 # The pages whose commands are run; tests/test_docs.py checks those of all pages.
 _RUN = "command-line look-at-a-variant sweeps resume reports claims gaps statistics"
-_RUN += " data encoders tasks"
+_RUN += " data encoders tasks pretrained"
 PAGES = [
     (ROOT / "docs" / f"{name}.md").read_text(encoding="utf-8") for name in [*_RUN.split(), "wandb"]
 ]
@@ -123,12 +125,38 @@ def _reads_published_runs(words: list[str]) -> bool:
     return words[0] in ("publish", "reproduce") or "docs/study" in " ".join(words)
 
 
+PUBLISHED_MODELS = {"openai-community/gpt2": "gpt2", "HuggingFaceTB/SmolLM-135M": "llama"}
+
+
+@pytest.fixture
+def models(tmp_path, monkeypatch) -> None:
+    """Keep random models of 256 tokens where the Hub's client keeps those of the page.
+
+    GPT-2's own tokens are a file that is downloaded; tests/data/test_tiktoken.py makes one.
+    """
+    isolate_client(monkeypatch, tmp_path / "hf")
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
+    for name, family in PUBLISHED_MODELS.items():
+        folder = tmp_path / "hf" / "hub" / f"models--{name.replace('/', '--')}"
+        for below in ("refs", "snapshots"):
+            (folder / below).mkdir(parents=True)
+        (folder / "refs" / "main").write_text("0" * 40)
+        write_published(folder / "snapshots" / ("0" * 40), family, 256, context=128)
+    (tmp_path / "models").mkdir()
+    write_published(tmp_path / "models" / "mine")
+
+
 @pytest.fixture
 def prepared(workspace, tiny, monkeypatch, tmp_path) -> Callable[[list[str]], None]:
     """Return a function that goes to a folder with the runs that a command reads."""
 
     def prepare(words: list[str]) -> None:
         verb, *names = words
+        if "gpt2" in names[:1] and verb != "import":
+            with pytest.raises(SystemExit) as exit_:
+                main(["import", "gpt2"])
+            assert exit_.value.code == 0
+            return
         if _reads_published_runs(words):
             claim = tmp_path / "mine.yaml"
             claim.write_text(PUBLISHED, encoding="utf-8")
@@ -169,7 +197,8 @@ def prepared(workspace, tiny, monkeypatch, tmp_path) -> Callable[[list[str]], No
             runs = [["train", f"variant={variant}", *tiny] for variant in names[:2]]
             folder = workspace("-".join(names[:2]), *runs)
         elif verb == "project":
-            runs = [["train", f"seed={seed}", *tiny] for seed in range(len(words) - 2)]
+            count = sum("=" not in name and not name.startswith("-") for name in names)
+            runs = [["train", f"seed={seed}", *tiny] for seed in range(count)]
             folder = workspace(f"project-{len(runs)}", *runs)
         else:
             return
@@ -181,7 +210,7 @@ def prepared(workspace, tiny, monkeypatch, tmp_path) -> Callable[[list[str]], No
 @pytest.mark.slow
 @pytest.mark.parametrize("command", commands())
 def test_commands_of_the_docs_work(
-    qkablate, prepared, tiny, text, command, tmp_path, shared_cache, monkeypatch
+    qkablate, models, prepared, tiny, text, command, tmp_path, shared_cache, monkeypatch
 ):
     """Run them as they are written, on a tiny model, with data and outputs in a test folder."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(shared_cache))
@@ -209,8 +238,11 @@ def test_commands_of_the_docs_work(
         words += [word for word in tiny if word.startswith("data.cache=")]
     if words[0] == "project":
         words = [word.replace("-d128-h4-", "-d16-h2-") for word in words]
+        words = ["variant=no_q,merged_w" if word == "variant=all" else word for word in words]
         # The location of the data is not read from the run's folder.
         words += [word for word in tiny if word.startswith(("data.", "tracking."))]
+        if "gpt2" in words:  # which has no data and no length of a training
+            words += ["data=text", "finetune.steps=2"]
     if "sweep.tune=true" in words:  # dozens of runs; tests/sweeps/planning/test_tuning.py tunes
         words.append("--dry-run")
     if words[:2] == ["claim", "run"]:  # a hundred runs; tests/cli/test_claim.py runs a small one

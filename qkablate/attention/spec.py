@@ -126,6 +126,7 @@ class Circuit(nn.Module):
     # the first Adam step lowers the loss by η Σ|gradient|; this makes that sum standard's.
     lr_multiplier = 1.0
     bias_lr_multiplier = 1.0
+    scores_are_zero: ClassVar[bool] = False  # so that nothing of another form's can be kept
     no_circuit_reason = ""  # why the circuit is not a d × d matrix; empty if it is one
     one_width_reason: ClassVar[str] = ""  # why queries and keys need streams of one width
     # The matrices with those of the heads side by side, along this dimension, and the parameters of

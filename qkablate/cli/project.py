@@ -9,10 +9,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from qkablate.cli.arguments import Parser, convert_value, split_runs, take_out, whole_number
+from qkablate.cli.conversions import has_several_variants, print_conversions
 from qkablate.compose.configs import compose_jobs
+from qkablate.compose.grid import split_engine_words
 from qkablate.config import Config
 from qkablate.errors import UserError, print_stderr
-from qkablate.report.text.projection import print_projection
 from qkablate.runs.lease import AlreadyRunning, LeaseLost
 from qkablate.runs.lease_wait import observe_leases
 from qkablate.runs.run import EXIT_CODES
@@ -27,6 +28,8 @@ HELP = """qkablate project: convert a trained run to another variant and fine-tu
 
 Usage: qkablate project RUN [RUN …] variant=NAME [finetune.steps=200]
                         [key=value …] [--json]
+       qkablate project RUN [RUN …] variant=all|NAME,NAME… [--table]
+                        [finetune.steps=200] [engine=…] [--dry-run] [--json]
 
 RUN is a run's folder, or the beginning of its name or id. All weights outside
 the two circuits are copied; the circuits of each layer are set to the closest
@@ -50,6 +53,13 @@ validation loss is used. If there are none, another rate may be better, and
 `training` is overestimated. Several RUNs are one arm with several seeds: each
 gap then has its mean and its interval.
 
+Several variants, or all, are a sweep of short runs: `status`, `results` and
+`report` read it, it trains on any engine, and the table has a row for each
+variant: its parameters, the errors of the projection (relative, root mean
+square over layers), the validation loss at once and after fine-tuning, and the
+gap in test loss to the trained model, which is trained on for as many steps.
+Variants that RUN cannot be projected to are named with the reason.
+
 RUN's data is looked up in your own cache, by its fingerprint. Paths in RUN's
 folder are not read: if the text is not prepared, give data.path (or data.name).
 W&B's keys, threads and caches are yours, not RUN's.
@@ -64,6 +74,9 @@ Keys
   data.cache=FOLDER  where RUN's data is prepared (default: as in train)
   data.path=PATH     the text that RUN was trained on, if it is not prepared yet
   out=outputs        the folder that holds runs/
+  engine=local       with --table or several variants: where to train, with
+                     workers, runs_per_gpu, on_failure and engine.… as in sweep
+  seed=range(3)      of an imported model: the seeds of its data's order
 
 Flags
 {flags}
@@ -72,6 +85,8 @@ Examples
   qkablate project standard variant=no_q
   qkablate project standard variant=low_rank_w variant.rank=4 finetune.steps=50
   qkablate project standard-d128-h4-s0 standard-d128-h4-s1 variant=shared_qk
+  qkablate project standard variant=all --table
+  qkablate project gpt2 variant=all finetune.steps=1 --dry-run
 
 The same command, given again, resumes runs that were stopped or killed and
 skips those that are done.
@@ -80,11 +95,13 @@ Exit codes: 0 done · 1 a run failed, or another process trains it · 2 a mistak
 in the command · 3 diverged · 128 + signal interrupted, as 130 by Ctrl-C
 (checkpoint written)
 """
-KEYS = ("variant=", "finetune.steps=", "optim.lr=", "data.cache=", "data.path=", "out=")
+KEYS = ("variant=", "finetune.steps=", "optim.lr=", "data.cache=", "data.path=", "out=", "engine=")
 _USAGE = "qkablate project RUN variant=NAME"
 
 
 PARSER = Parser(HELP, ("run",), KEYS)
+PARSER.switch("--table", "train a sweep and print its table, also for one variant")
+PARSER.switch("--dry-run", "of a sweep: show its runs, time and memory; train nothing")
 PARSER.switch("--json", "print JSON")
 
 
@@ -93,6 +110,12 @@ def main(argv: list[str]) -> int:
     args = PARSER.parse(argv)
     runs, overrides, steps = _parse_words(args.words)
     overrides, out = take_out(overrides)
+    if args.table or has_several_variants(overrides):
+        return print_conversions(args, runs, overrides, steps, out)
+    engine_words, _ = split_engine_words(overrides)
+    if engine_words or args.dry_run:
+        word = engine_words[0] if engine_words else "--dry-run"
+        raise UserError(f"{word}: is for sweeps; add --table, or give several variants")
     from qkablate.training.warm_start.decomposition import plan_decompositions
 
     decompositions = plan_decompositions(runs, overrides, steps, out, _compose)
@@ -105,13 +128,15 @@ def main(argv: list[str]) -> int:
     if args.json:
         print_json(result)
     else:
+        from qkablate.report.text.projection import print_projection
+
         print_projection(result, out)
     return 0
 
 
 def _parse_words(words: list[str]) -> tuple[list[str], list[str], int]:
     """Return the runs, the overrides, and the steps of fine-tuning."""
-    from qkablate.training.warm_start.decomposition import DEFAULT_STEPS
+    from qkablate.training.warm_start.finetuning import DEFAULT_STEPS
 
     runs, pairs = split_runs(words)
     overrides, steps = [], DEFAULT_STEPS
@@ -133,7 +158,7 @@ def _parse_words(words: list[str]) -> tuple[list[str], list[str], int]:
 def _compose(overrides: list[str]) -> Config:
     jobs = compose_jobs(overrides)
     if len(jobs) > 1:
-        raise UserError(f"one variant at a time, not {len(jobs)}: give each key one value")
+        raise UserError(f"these are {len(jobs)} runs: give each key one value")
     return jobs[0].config
 
 

@@ -21,6 +21,8 @@ from qkablate.config.sweep import SWEEP_KEYS, as_word, check_sweep, control_name
 from qkablate.errors import UserError
 from qkablate.sweeps.planning.manifest import RUN_KEYS
 
+ENGINE_KEYS = ("engine", "workers", "runs_per_gpu", "on_failure")
+
 
 class EmptyGrid(UserError):
     """A sweep without an axis."""
@@ -80,6 +82,12 @@ def read_request(words: list[str], grid: GridConfig | None = None) -> SweepReque
             " variant=standard,merged_w 'seed=range(3)'"
         )
     return SweepRequest(settings, controls, choices)
+
+
+def split_engine_words(words: list[str]) -> tuple[list[str], list[str]]:
+    """Separate the words about where and how runs are trained from those about the runs."""
+    own = [word for word in words if word.partition("=")[0].partition(".")[0] in ENGINE_KEYS]
+    return own, [word for word in words if word not in own]
 
 
 def _parse(word: str) -> tuple[str, list[str]]:

@@ -1,18 +1,24 @@
 """A run as a folder that transformers loads: config.json and model.safetensors."""
 
 import os
-import secrets
-import shutil
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+import safetensors
 import safetensors.torch
 import torch
 
 from qkablate.attention.spec import UnsupportedCombination
 from qkablate.config import ModelConfig, VariantConfig, resolve_variant
-from qkablate.disk import make_folder, sync_folder, write_synced
+from qkablate.disk import (
+    describe_os_error,
+    exclusive_folder,
+    make_folder,
+    sync_file,
+    sync_folder,
+    write_synced,
+)
 from qkablate.errors import UserError, sanitize
 from qkablate.models.base import Model
 from qkablate.models.build import build_model
@@ -140,18 +146,21 @@ def _compare(source: Model, target: Model) -> float:
 def _write(folder: Path, config: dict[str, Any], tensors: dict[str, torch.Tensor]) -> None:
     """Write the folder whole, or not at all."""
     folder = Path(os.path.abspath(folder))
-    temporary = folder.with_name(f".{folder.name[:100]}.{secrets.token_hex(4)}.tmp")
+    temporary = folder.with_name(f".{folder.name[:100]}.exporting.tmp")
     try:
         make_folder(folder.parent)
-        temporary.mkdir()
-        safetensors.torch.save_file(tensors, temporary / WEIGHTS, {"format": "pt"})
-        write_synced(temporary / CONFIG, write_json_text(config))
-        sync_folder(temporary)
-        temporary.rename(folder)  # an empty folder is replaced, another is not
-        sync_folder(folder.parent)
-    except OSError as error:
+        with exclusive_folder(temporary) as content:
+            safetensors.torch.save_file(tensors, content / WEIGHTS, {"format": "pt"})
+            sync_file(content / WEIGHTS)
+            write_synced(content / CONFIG, write_json_text(config))
+            sync_folder(content)
+            content.rename(folder)  # an empty folder is replaced, another is not
+            sync_folder(folder.parent)
+    except BlockingIOError:
         raise UserError(
-            f"cannot write '{sanitize(str(folder))}': {error.strerror or error}"
+            f"another process is exporting to '{sanitize(str(folder))}'; wait for it"
         ) from None
-    finally:
-        shutil.rmtree(temporary, ignore_errors=True)
+    except (OSError, safetensors.SafetensorError) as error:
+        raise UserError(
+            f"cannot write '{sanitize(str(folder))}': {describe_os_error(error)}"
+        ) from None

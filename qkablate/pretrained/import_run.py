@@ -4,19 +4,16 @@ Everything is checked before anything is written; the folder gets its name last.
 result, no metrics and no data: `identity` says which files it was made of.
 """
 
-import fcntl
-import os
 import re
-import shutil
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+from safetensors import SafetensorError
 
 from qkablate.config import Config, DataConfig, OptimConfig, resolve
 from qkablate.data.progress import Progress
-from qkablate.disk import hash_file, make_folder, sync_folder
+from qkablate.disk import describe_os_error, exclusive_folder, hash_file, make_folder, sync_folder
 from qkablate.errors import UserError, sanitize
 from qkablate.pretrained.layouts import PREFIXES
 from qkablate.pretrained.published_config import Architecture, parse_config
@@ -25,6 +22,9 @@ from qkablate.runs.records import write_json
 from qkablate.runs.run import IMPORTED, ORIGIN_FILE, Run, identity, run_id
 from qkablate.strict_json import hash_json
 from qkablate.table import format_bytes
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 _NAME = re.compile(r"[A-Za-z0-9][\w.+-]{0,99}", re.ASCII)
 GPT2_VOCABULARY = 50257
@@ -64,7 +64,7 @@ def import_run(
     architecture = parse_config(found.read_config(), context)
     files = found.weight_files()
     from qkablate.pretrained.weights import find_tensors, load_tensors
-    from qkablate.training import checkpoint, hardware
+    from qkablate.training import hardware
     from qkablate.training.resolve import build_empty_model, check_out
 
     tensors = find_tensors(architecture, files)
@@ -101,19 +101,39 @@ def import_run(
     finally:
         progress.close()
     _check_weights(model.state_dict(), weights)
-    with _temporary_folder(run.folder) as temporary:
-        written = Run(temporary, label, run.id)
-        make_folder(written.folder)
-        checkpoint.save(
-            written.checkpoints, checkpoint.Checkpoint(checkpoint.TrainProgress(), weights)
-        )
-        write_json(written.folder / ORIGIN_FILE, origin)
-        if result.has_tokenizer:
-            write_json(written.folder / "tokenizer.json", {"name": "gpt2"})
-        written.freeze(config, frozen)
-        written.folder.rename(run.folder)
-        sync_folder(run.folder.parent)
+    temporary = run.folder.with_name(f".importing-{run.id[:12]}.tmp")
+    try:
+        with exclusive_folder(temporary) as folder:
+            if (run.folder / "config.yaml").exists():  # of another process, meanwhile
+                return replace(result, is_new=False)
+            _write(Run(str(folder), label, run.id), config, frozen, origin, weights)
+            Run(str(folder), label, run.id).folder.rename(run.folder)
+            sync_folder(run.folder.parent)
+    except BlockingIOError:
+        raise UserError("another process is importing this model; wait for it") from None
+    except (OSError, SafetensorError) as error:
+        raise UserError(
+            f"cannot write '{sanitize(str(run.folder))}': {describe_os_error(error)}"
+        ) from None
     return result
+
+
+def _write(
+    run: Run,
+    config: Config,
+    identity: dict[str, Any],
+    origin: dict[str, Any],
+    weights: dict[str, "Tensor"],
+) -> None:
+    """Write the files of a run, the config last."""
+    from qkablate.training import checkpoint
+
+    make_folder(run.folder)
+    checkpoint.save(run.checkpoints, checkpoint.Checkpoint(checkpoint.TrainProgress(), weights))
+    write_json(run.folder / ORIGIN_FILE, origin)
+    if config.data.tokenizer is not None:
+        write_json(run.folder / "tokenizer.json", {"name": config.data.tokenizer})
+    run.freeze(config, identity)
 
 
 def entry_size(shape: tuple[int, ...]) -> int:
@@ -161,29 +181,7 @@ def _hash_files(files: list[Path], progress: Progress) -> dict[str, str]:
             done += file.stat().st_size
             progress.update(done)
     except OSError as error:
-        raise UserError(f"{file.name}: it cannot be read: {error.strerror}") from None
+        raise UserError(f"{file.name}: it cannot be read: {describe_os_error(error)}") from None
     finally:
         progress.close()
     return sums
-
-
-@contextmanager
-def _temporary_folder(final: Path) -> Iterator[Path]:
-    """Yield an empty folder beside a run, which this process alone writes; it is removed.
-
-    What an import that was killed has left in it is removed first. No list shows what is in it.
-    """
-    folder = final.with_name(f".importing-{final.name[-12:]}.tmp")
-    folder.mkdir(exist_ok=True)
-    descriptor = os.open(folder, os.O_RDONLY | os.O_NOFOLLOW | os.O_DIRECTORY)
-    try:
-        try:
-            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            raise UserError("another process is importing this model; wait for it") from None
-        for left in folder.iterdir():
-            shutil.rmtree(left)
-        yield folder
-        shutil.rmtree(folder)
-    finally:
-        os.close(descriptor)

@@ -4,6 +4,7 @@ A setting that is not listed changes no output of these architectures.
 """
 
 import json
+import reprlib
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -93,6 +94,8 @@ def _refuse(name: str, value: Any, allowed: str) -> UserError:
 
 
 def _quote(value: Any) -> str:
+    if isinstance(value, list | dict):  # which may be deep, and long
+        return sanitize(reprlib.repr(value))
     text = sanitize(json.dumps(value, ensure_ascii=False, default=str))
     return text if len(text) <= 60 else f"{text[:60]}…"
 
@@ -105,7 +108,7 @@ def parse_config(values: Any, context: int | None = None) -> Architecture:
     if not isinstance(values, dict):
         raise UserError("config.json: it is not a map of settings")
     kind = values.get("model_type")
-    if kind not in _HEADS:
+    if not isinstance(kind, str) or kind not in _HEADS:
         hint = nearest_hint(kind, _HEADS) if isinstance(kind, str) else ""
         raise UserError(
             f"config.json: model_type: {_quote(kind)}{hint} is not supported"

@@ -4,6 +4,7 @@ Only config.json and safetensors files are read or downloaded; no code and no pi
 """
 
 import json
+import logging
 import os
 import re
 from collections.abc import Mapping
@@ -22,7 +23,8 @@ NAMES = {
 CONFIG, WEIGHTS, INDEX = "config.json", "model.safetensors", "model.safetensors.index.json"
 _MAX_JSON_BYTES = 2**24
 _MAX_SHARDS = 1000
-_SHARD = re.compile(r"[\w-][\w.-]*\.safetensors", re.ASCII)
+_SHARD = re.compile(r"[\w-][\w.-]{0,200}\.safetensors", re.ASCII)
+_REVISION = re.compile(r"[\w-][\w.-]*(/[\w-][\w.-]*)*", re.ASCII)
 _TIMEOUT = 2.0  # seconds for the Hub's answer about a repository
 _PICKLES = ("pytorch_model.bin", "pytorch_model.bin.index.json", "model.bin")
 
@@ -52,16 +54,27 @@ class Repository:
             return [self.folder / WEIGHTS]
         if not (self.folder / INDEX).is_file():
             self._refuse_without_weights()
-        return [self.folder / name for name in shard_names(_read_json(self.folder, INDEX))]
+        names = shard_names(_read_json(self.folder, INDEX))
+        for name in names:
+            if not (self.folder / name).is_file():
+                raise UserError(f"{self._place} has no {name}, which its {INDEX} names")
+        return [self.folder / name for name in names]
+
+    @property
+    def _place(self) -> str:
+        """Return where the files are, for messages."""
+        if self.repository is None:
+            return f"'{sanitize(self.typed)}'"
+        return f"{self.repository} in HF_HOME"  # other programs may have loaded a part of it
 
     def _refuse_without_weights(self) -> None:
-        place = f"'{sanitize(self.typed)}'"
         if any((self.folder / name).exists() for name in _PICKLES):
             raise UserError(
-                f"{place} has its weights as a pickle alone, which may run code and is never read;"
-                f" convert it with transformers: model.save_pretrained('FOLDER') writes {WEIGHTS}"
+                f"{self._place} has its weights as a pickle alone, which may run code and is never"
+                " read; convert it with transformers: model.save_pretrained('FOLDER') writes"
+                f" {WEIGHTS}"
             )
-        raise UserError(f"{place} has no {WEIGHTS} and no {INDEX}")
+        raise UserError(f"{self._place} has no {WEIGHTS} and no {INDEX}")
 
 
 def shard_names(index: Any) -> list[str]:
@@ -95,6 +108,10 @@ def find_repository(word: str, revision: str | None = None) -> Repository:
             f"'{sanitize(word[:80])}'{nearest_hint(word, NAMES)} is no folder and no name on the"
             f" Hub; write {', '.join(NAMES)}, OWNER/NAME, or a folder with {CONFIG} and {WEIGHTS}"
         )
+    if revision is not None and not _REVISION.fullmatch(revision):
+        raise UserError(
+            f"revision: '{sanitize(revision[:80])}' is not the name of a branch, tag or commit"
+        )
     import huggingface_hub.constants as constants
 
     if not constants.HF_HUB_OFFLINE and is_reachable(constants.ENDPOINT):
@@ -121,43 +138,47 @@ def _find_cached(word: str, name: str, revision: str | None) -> Repository:
 def _download(word: str, name: str, revision: str | None) -> Repository:
     """Download the config and the weights into the Hub's cache, unless they are there."""
     import huggingface_hub
-    from huggingface_hub.errors import HfHubHTTPError
 
+    logging.getLogger("huggingface_hub").setLevel(logging.ERROR)  # an error is one line, ours
+    revision = revision or "main"
     try:
         info = huggingface_hub.HfApi().model_info(name, revision=revision, timeout=_TIMEOUT)
         files = {file.rfilename for file in info.siblings or ()}
-        commit = str(info.sha)
-
-        def load(file: str) -> Path:
-            return Path(huggingface_hub.hf_hub_download(name, file, revision=commit))
-
         if CONFIG not in files:
             raise UserError(f"{name} has no {CONFIG}: it is no model of transformers")
-        folder = load(CONFIG).parent
-        found = Repository(name, commit, word, folder)
+        # By its branch, so that the cache knows the commit of that where there is no network.
+        folder = _load(name, CONFIG, revision).parent
+        commit = folder.name
         if WEIGHTS in files:
-            load(WEIGHTS)
+            _load(name, WEIGHTS, commit)
         elif INDEX in files:
-            for shard in shard_names(_read_json(load(INDEX).parent, INDEX)):
-                load(shard)
+            for shard in shard_names(_read_json(_load(name, INDEX, commit).parent, INDEX)):
+                if shard not in files:
+                    raise UserError(f"{name} has no {shard}, which its {INDEX} names")
+                _load(name, shard, commit)
         elif any(file in files for file in _PICKLES):
             raise UserError(
                 f"{name} has its weights as a pickle alone, which may run code and is never read;"
-                " look for a repository with model.safetensors"
+                f" look for a repository with {WEIGHTS}"
             )
         else:
             raise UserError(f"{name} has no {WEIGHTS}")
-        return found
+        return Repository(name, commit, word, folder)
     except UserError:
         raise
-    except HfHubHTTPError as error:
+    except Exception as error:  # of its client: the network, the disk, or an answer of another kind
         raise UserError(_explain(name, revision, error)) from None
-    except OSError as error:  # the connection was lost, or the disk is full
-        raise UserError(f"{name}: it cannot be downloaded: {_first_line(error)}") from None
-    except Exception as error:
-        if "httpx" in type(error).__module__ or isinstance(error, ValueError):
-            raise UserError(f"{name}: it cannot be downloaded: {_first_line(error)}") from None
-        raise
+
+
+def _load(name: str, file: str, revision: str) -> Path:
+    """Return a file in the Hub's cache, downloaded unless it is there."""
+    import huggingface_hub as hub
+
+    is_cached = isinstance(hub.try_to_load_from_cache(name, file, revision=revision), str)
+    if not is_cached:  # the download would ask a server that does not answer for minutes
+        address = hub.hf_hub_url(name, file, revision=revision)
+        hub.get_hf_file_metadata(address, timeout=_TIMEOUT, endpoint=hub.constants.ENDPOINT)
+    return Path(hub.hf_hub_download(name, file, revision=revision, etag_timeout=_TIMEOUT))
 
 
 def _explain(name: str, revision: str | None, error: Exception) -> str:
@@ -174,7 +195,7 @@ def _explain(name: str, revision: str | None, error: Exception) -> str:
 
 def _first_line(error: BaseException) -> str:
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
-    return lines[0][:200] if lines else type(error).__name__
+    return sanitize(lines[0][:200]) if lines else type(error).__name__
 
 
 def _read_json(folder: Path, name: str) -> Any:

@@ -1,5 +1,6 @@
 """Headers of safetensors files, read without their tensors and checked against the file's size."""
 
+import json
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -8,7 +9,6 @@ from typing import Any
 
 from qkablate.disk import open_file
 from qkablate.errors import UserError, sanitize
-from qkablate.strict_json import parse_json
 
 DTYPE_BYTES = {"F64": 8, "F32": 4, "F16": 2, "BF16": 2, "I64": 8, "I32": 4, "I16": 2, "I8": 1}
 DTYPE_BYTES |= {"U8": 1, "BOOL": 1}
@@ -34,11 +34,13 @@ def read_header(path: Path) -> dict[str, TensorInfo]:
             length = int.from_bytes(file.read(8), "little")
             if size < 8 or length > min(size - 8, MAX_HEADER_BYTES):
                 raise UserError(f"{name}: it is no safetensors file, or is cut off in its header")
-            header = parse_json(file.read(length))
+            header = json.loads(file.read(length).decode("utf-8"), object_pairs_hook=_read_map)
     except OSError as error:
         raise UserError(f"{name}: it cannot be read: {error.strerror}") from None
-    except ValueError:
-        raise UserError(f"{name}: it is no safetensors file: its header is not JSON") from None
+    except (ValueError, RecursionError):
+        raise UserError(
+            f"{name}: it is no safetensors file: its header is not JSON, or has a name twice"
+        ) from None
     if not isinstance(header, dict):
         raise UserError(f"{name}: it is no safetensors file: its header is not a map")
     header.pop("__metadata__", None)
@@ -58,6 +60,14 @@ def read_header(path: Path) -> dict[str, TensorInfo]:
             " it is cut off or damaged"
         )
     return tensors
+
+
+def _read_map(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """Return a map of JSON; ValueError if a key is there twice: readers differ in which counts."""
+    content = dict(pairs)
+    if len(content) < len(pairs):
+        raise ValueError("a key is there twice")
+    return content
 
 
 def _parse_entry(path: Path, name: str, entry: Any) -> tuple[TensorInfo, tuple[int, int]]:

@@ -1,13 +1,14 @@
 """Weights between the published layouts and ours."""
 
 import re
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 
 import safetensors
 import torch
 from torch import Tensor
 
+from qkablate.disk import describe_os_error
 from qkablate.errors import UserError, sanitize
 from qkablate.pretrained.layouts import PREFIXES, Entry, is_constant
 from qkablate.pretrained.published_config import Architecture
@@ -91,18 +92,14 @@ def load_tensors(
     weights: dict[str, Tensor] = {}
     done, head = 0, None
     for file in dict.fromkeys(info.file for info in tensors.values()):
-        with safetensors.safe_open(file, framework="pt") as content:
-            for full in (name for name, info in tensors.items() if info.file == file):
-                value = content.get_tensor(full).float()
-                if not value.isfinite().all():
-                    raise UserError(f"{file.name}: {sanitize(full)} has values that are not finite")
-                name = full.removeprefix(prefix)
-                if name in entries:
-                    weights |= split_entry(entries[name], value)
-                else:
-                    head = value
-                done += value.numel()
-                progress(done)
+        for full, value in _read_values(file, [n for n in tensors if tensors[n].file == file]):
+            name = full.removeprefix(prefix)
+            if name in entries:
+                weights |= split_entry(entries[name], value)
+            else:
+                head = value
+            done += value.numel()
+            progress(done)
     if head is not None and not torch.equal(head, weights["token_embedding.weight"]):
         raise UserError(
             "lm_head.weight is not the embedding, which config.json says"
@@ -113,6 +110,20 @@ def load_tensors(
             if part not in weights:
                 weights[part] = torch.zeros(entry.shape)
     return weights
+
+
+def _read_values(file: Path, names: Iterable[str]) -> Iterator[tuple[str, Tensor]]:
+    """Yield tensors of a file in fp32; UserError for one that is not finite."""
+    try:
+        with safetensors.safe_open(file, framework="pt") as content:
+            for name in names:
+                value = content.get_tensor(name).float()
+                if not value.isfinite().all():
+                    raise UserError(f"{file.name}: {sanitize(name)} has values that are not finite")
+                yield name, value
+    except (OSError, safetensors.SafetensorError) as error:
+        reason = sanitize(describe_os_error(error)[:200])
+        raise UserError(f"{file.name}: it cannot be read: {reason}") from None
 
 
 def split_entry(entry: Entry, value: Tensor) -> dict[str, Tensor]:

@@ -9,10 +9,10 @@ from functools import cached_property
 from qkablate.analysis.claims.judgement import Judgement
 from qkablate.analysis.comparison.gaps import Family, find_families
 from qkablate.analysis.comparison.head_metrics import MEASURES, HeadMetrics, read_head_metrics
-from qkablate.analysis.comparison.inspection import Inspection, read_arm_inspection
 from qkablate.analysis.comparison.summary import StudySummary, describe_study
 from qkablate.analysis.scaling.compute_gain import GridFit, fit_grids
 from qkablate.analysis.study.attention_maps import ArmAttention, read_arm_attention
+from qkablate.analysis.study.inspection import Inspection, read_arm_inspection
 from qkablate.analysis.study.loss_curves import TRAIN, VAL
 from qkablate.analysis.study.study import Entry, Study
 from qkablate.report.palette import Style, assign_styles

@@ -8,7 +8,6 @@ checkpoints/step-00000250/
 """
 
 import json
-import os
 import shutil
 import zipfile
 from collections.abc import Callable, Mapping
@@ -20,7 +19,7 @@ from typing import Any
 import safetensors.torch
 import torch
 
-from qkablate.disk import hash_file, make_folder, read_file, sync_folder
+from qkablate.disk import hash_file, make_folder, read_file, sync_file, sync_folder
 from qkablate.runs.records import decode_row
 from qkablate.strict_json import from_json, parse_json
 from qkablate.training.hardware import is_out_of_memory
@@ -93,7 +92,7 @@ def save(
     sums = "".join(f"{hash_file(temporary / name)}  {name}\n" for name in (*_FILES, *others))
     (temporary / "SHA256SUMS").write_text(sums, encoding="utf-8")
     for name in (*_FILES, *others, "SHA256SUMS"):
-        _sync_file(temporary / name)
+        sync_file(temporary / name)
     sync_folder(temporary)
     verify()
     shutil.rmtree(final, ignore_errors=True)  # a damaged one of the same step
@@ -191,8 +190,3 @@ def check_sums(path: Path, *names: str) -> None:
     for name in names:
         if f"{hash_file(path / name)}  {name}" not in lines:
             raise ValueError(f"{name} does not have its checksum")
-
-
-def _sync_file(path: Path) -> None:
-    with path.open("rb") as file:
-        os.fsync(file.fileno())

@@ -5,7 +5,7 @@ import json
 import pytest
 
 from tests.cli.helpers import assert_refused
-from tests.pretrained.test_import_run import write_published
+from tests.pretrained.published import write_published
 
 
 def test_imported_run_is_read_by_the_other_verbs(qkablate, tmp_path):

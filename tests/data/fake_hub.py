@@ -1,39 +1,56 @@
-"""Local fake of the Hub: the requests that loading a data set makes."""
+"""Local fake of the Hub: the requests that loading a data set or a model makes."""
 
 import hashlib
 import json
 import re
+import socket
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
 from urllib.parse import unquote, urlsplit
+
+import pytest
 
 Files = dict[str, bytes]  # by path
 
-_API = re.compile(r"/api/datasets/([^/]+/[^/]+)(?:/(revision|tree)/([^/]+)(?:/(.+))?)?")
-_FILE = re.compile(r"/datasets/([^/]+/[^/]+)/resolve/([^/]+)/(.+)")
+_API = re.compile(r"/api/(datasets|models)/([^/]+/[^/]+)(?:/(revision|tree)/([^/]+)(?:/(.+))?)?")
+_FILE = re.compile(r"/(datasets/)?([^/]+/[^/]+)/resolve/([^/]+)/(.+)")
 
 
 class Hub(ThreadingHTTPServer):
-    """Data sets by name (`owner/name@branch`, unless it is main), and a log of requests."""
+    """Data sets and models by name (`owner/name@branch`, unless it is main), a log of requests."""
 
     daemon_threads = True
 
     def __init__(self) -> None:
         super().__init__(("127.0.0.1", 0), _Answer)
         self.sets: dict[str, Files] = {}
+        self.models: dict[str, Files] = {}
         self.refused: dict[str, int] = {}  # the status that a name is answered with
+        self.error_code = "RepoNotFound"  # that goes with it
+        self.gated: dict[str, int] = {}  # the status of the files of a name, which itself is public
         self.files: Files = {}  # on the server, outside all data sets
+        self.silent = ""  # pattern of the requests that are never answered
+        self.broken = ""  # pattern of the requests of which half is answered
+        self.ends = threading.Event()
         self.requests: list[str] = []
 
     @property
     def address(self) -> str:
         return f"http://127.0.0.1:{self.server_port}"
 
-    def files_of(self, name: str, revision: str | None) -> Files | None:
-        """By branch or commit."""
-        branches = {key: files for key, files in self.sets.items() if key.split("@")[0] == name}
+    def downloads(self) -> list[str]:
+        """Return the files that were requested, in order."""
+        gets = [line for line in self.requests if line.startswith("GET ") and "/resolve/" in line]
+        return [re.split("/resolve/[^/]+/", line)[1] for line in gets]
+
+    def files_of(
+        self, published: dict[str, Files], name: str, revision: str | None
+    ) -> Files | None:
+        """Return the files of a name by branch or commit."""
+        branches = {key: files for key, files in published.items() if key.split("@")[0] == name}
         found = branches.get(name if revision in (None, "main") else f"{name}@{revision}")
         return found or next((f for f in branches.values() if commit(f) == revision), None)
 
@@ -46,8 +63,57 @@ def serving() -> Iterator[Hub]:
         try:
             yield hub
         finally:
+            hub.ends.set()
             hub.shutdown()
             thread.join()
+
+
+@contextmanager
+def missing_server() -> Iterator[str]:
+    """Yield the address of a missing server."""
+    with socket.socket() as bound:
+        bound.bind(("127.0.0.1", 0))
+        yield f"http://127.0.0.1:{bound.getsockname()[1]}"
+
+
+@contextmanager
+def silent_server() -> Iterator[str]:
+    """Yield the address of a server that accepts connections and never answers."""
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        yield f"http://127.0.0.1:{server.getsockname()[1]}"
+
+
+def isolate_client(monkeypatch: pytest.MonkeyPatch, hf_home: Path) -> None:
+    """Give the client of the Hub an empty HF_HOME and no token.
+
+    Separate processes read the environment; in this one the library has already read it.
+    """
+    import huggingface_hub.constants as constants
+
+    for name in ("HF_TOKEN", "HF_HUB_OFFLINE", "HF_HUB_CACHE", "HF_DATASETS_CACHE"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("HF_HOME", str(hf_home))
+    monkeypatch.setenv("HF_HUB_DISABLE_TELEMETRY", "1")
+    monkeypatch.setenv("no_proxy", "127.0.0.1")
+    for name, value in {
+        "HF_HOME": str(hf_home),
+        "HF_HUB_CACHE": str(hf_home / "hub"),
+        "HF_TOKEN_PATH": str(hf_home / "token"),
+        "AGENT_HARNESSES_PATH": str(hf_home / "agents.json"),
+        "HF_HUB_DISABLE_TELEMETRY": True,
+        "HF_HUB_OFFLINE": False,
+    }.items():
+        monkeypatch.setattr(constants, name, value)
+
+
+def point_client(monkeypatch: pytest.MonkeyPatch, address: str) -> None:
+    """Let the client of the Hub use a server, here and in separate processes."""
+    import huggingface_hub.constants as constants
+
+    template = f"{address}/{{repo_id}}/resolve/{{revision}}/{{filename}}"
+    monkeypatch.setenv("HF_ENDPOINT", address)
+    monkeypatch.setattr(constants, "ENDPOINT", address)
+    monkeypatch.setattr(constants, "HUGGINGFACE_CO_URL_TEMPLATE", template)
 
 
 def commit(files: Files) -> str:
@@ -64,25 +130,31 @@ class _Answer(BaseHTTPRequestHandler):
         hub, path = self.server, urlsplit(self.path).path
         hub.requests.append(f"{self.command} {unquote(path)}")
         below: str | None
-        if found := _API.fullmatch(path):
-            name, what, revision, below = (part and unquote(part) for part in found.groups())
-        elif found := _FILE.fullmatch(path):
-            name, revision, below = map(unquote, found.groups())
-            what = "file"
-        elif content := hub.files.get(unquote(path[1:])):
+        if hub.silent and re.search(hub.silent, hub.requests[-1]):
+            hub.ends.wait()
+            return
+        if content := hub.files.get(unquote(path[1:])):
             self._send_file(content, {})
             return
+        if found := _API.fullmatch(path):
+            kind, name, what, revision, below = (part and unquote(part) for part in found.groups())
+        elif found := _FILE.fullmatch(path):
+            kind, name, revision, below = (part and unquote(part) for part in found.groups())
+            what = "file"
         else:
             self._send(404)
             return
-        files = hub.files_of(name, revision)
-        if name in hub.refused or not any(key.split("@")[0] == name for key in hub.sets):
-            self._send(hub.refused.get(name, 404), b"", {"X-Error-Code": "RepoNotFound"})
+        published = hub.models if kind in (None, "models") else hub.sets
+        files = hub.files_of(published, name, revision)
+        if name in hub.refused or not any(key.split("@")[0] == name for key in published):
+            self._send(hub.refused.get(name, 404), b"", {"X-Error-Code": hub.error_code})
         elif files is None:
             self._send(404, b"", {"X-Error-Code": "RevisionNotFound"})
         elif what == "file":
             known = {"X-Repo-Commit": commit(files)}
-            if below in files:
+            if name in hub.gated:
+                self._send(hub.gated[name], b"", known | {"X-Error-Code": "GatedRepo"})
+            elif below in files:
                 self._send_file(files[below], known)
             else:
                 self._send(404, b"", known | {"X-Error-Code": "EntryNotFound"})
@@ -116,6 +188,9 @@ class _Answer(BaseHTTPRequestHandler):
             self.send_header(name, value)
         self.send_header("Content-Length", str(len(content)))
         self.end_headers()
+        if self.server.broken and re.search(self.server.broken, self.server.requests[-1]):
+            content = content[: len(content) // 2]
+            self.close_connection = True
         if self.command != "HEAD":
             self.wfile.write(content)
 

@@ -7,7 +7,6 @@ import hashlib
 import io
 import json
 import shutil
-import socket
 import time
 import zipfile
 from pathlib import Path
@@ -17,6 +16,7 @@ import pytest
 from qkablate.config import DataConfig
 from qkablate.data.corpus import open_corpus
 from qkablate.errors import UserError
+from tests.data import fake_hub
 from tests.data.fake_hub import commit, serving
 
 CARD = b"""---
@@ -41,43 +41,26 @@ PUBLISHED = {
 @pytest.fixture
 def missing_server():
     """Return the address of a missing server."""
-    with socket.socket() as bound:
-        bound.bind(("127.0.0.1", 0))
-        yield f"http://127.0.0.1:{bound.getsockname()[1]}"
+    with fake_hub.missing_server() as address:
+        yield address
 
 
 @pytest.fixture
 def silent():
     """Return the address of a server that accepts connections and never answers."""
-    with socket.create_server(("127.0.0.1", 0)) as server:
-        yield f"http://127.0.0.1:{server.getsockname()[1]}"
+    with fake_hub.silent_server() as address:
+        yield address
 
 
 @pytest.fixture(autouse=True)
 def point(tmp_path, monkeypatch, missing_server):
-    """Give both libraries an empty HF_HOME and no Hub, or the one the test chooses.
-
-    Separate processes read the environment; in this one the libraries have already read it.
-    """
+    """Give both libraries an empty HF_HOME and no Hub, or the one the test chooses."""
     import datasets.config as datasets_config
-    import huggingface_hub.constants as client_constants
     from huggingface_hub import HfFileSystem
 
     hf_home = tmp_path / "hf"
-    for name in ("HF_TOKEN", "HF_HUB_OFFLINE", "HF_HUB_CACHE", "HF_DATASETS_CACHE"):
-        monkeypatch.delenv(name, raising=False)
-    monkeypatch.setenv("HF_HOME", str(hf_home))
+    fake_hub.isolate_client(monkeypatch, hf_home)
     monkeypatch.setenv("HF_UPDATE_DOWNLOAD_COUNTS", "0")
-    monkeypatch.setenv("no_proxy", "127.0.0.1")
-    for name, value in {
-        "HF_HOME": str(hf_home),
-        "HF_HUB_CACHE": str(hf_home / "hub"),
-        "HF_TOKEN_PATH": str(hf_home / "token"),
-        "AGENT_HARNESSES_PATH": str(hf_home / "agents.json"),
-        "HF_HUB_DISABLE_TELEMETRY": True,
-        "HF_HUB_OFFLINE": False,
-    }.items():
-        monkeypatch.setattr(client_constants, name, value)
     for name, value in {
         "HF_CACHE_HOME": str(hf_home),
         "HF_DATASETS_CACHE": hf_home / "datasets",
@@ -90,14 +73,9 @@ def point(tmp_path, monkeypatch, missing_server):
         monkeypatch.setattr(datasets_config, name, value)
 
     def to(address):
-        file = "{repo_id}/resolve/{revision}/"
-        monkeypatch.setenv("HF_ENDPOINT", address)
-        monkeypatch.setattr(client_constants, "ENDPOINT", address)
-        monkeypatch.setattr(
-            client_constants, "HUGGINGFACE_CO_URL_TEMPLATE", f"{address}/{file}{{filename}}"
-        )
+        fake_hub.point_client(monkeypatch, address)
         monkeypatch.setattr(datasets_config, "HF_ENDPOINT", address)
-        urls = f"{address}/datasets/{file}{{path}}"
+        urls = f"{address}/datasets/{{repo_id}}/resolve/{{revision}}/{{path}}"
         monkeypatch.setattr(datasets_config, "HUB_DATASETS_URL", urls)
         HfFileSystem.clear_instance_cache()
 

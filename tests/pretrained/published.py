@@ -6,7 +6,14 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 from torch import Tensor
+
+from qkablate.config import ModelConfig, VariantConfig, resolve_variant
+from qkablate.models.build import build_model
+from qkablate.pretrained.layouts import PREFIXES
+from qkablate.pretrained.published_config import Architecture, make_config
+from qkablate.pretrained.weights import join_entry
 
 GPT2 = {"vocab_size": 61, "n_embd": 24, "n_layer": 2, "n_head": 3, "n_positions": 16}
 LLAMA = {
@@ -70,3 +77,49 @@ def logits_of(model: Any, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -
     with torch.no_grad():
         found: Tensor = model.to(dtype)(TOKENS).logits
     return found
+
+
+SIZES: dict[str, Any] = {"layers": 2, "d_model": 16, "heads": 4, "context": 16}
+
+
+def write_published(
+    folder: Path, family: str = "gpt2", vocabulary: int = 61, context: int = 16
+) -> Any:
+    """Write a random model without transformers; return it."""
+    sizes = SIZES | {"context": context}
+    model, variant = ModelConfig(**sizes, bias=True, mlp="gelu_tanh"), VariantConfig()
+    if family == "llama":
+        block: dict[str, Any] = {
+            "position": "rope",
+            "norm_kind": "rms",
+            "mlp": "swiglu",
+            "tied": False,
+        }
+        model = ModelConfig(**sizes, **block)
+        variant = VariantConfig("gqa", qk="grouped", ov="grouped", groups=2)
+    variant = resolve_variant(variant, model)
+    architecture = Architecture(family, model, variant, vocabulary, model.context)
+    built = build_model(model, variant, vocabulary, device="cpu").init_(0).eval()
+    folder.mkdir()
+    (folder / "config.json").write_text(json.dumps(make_config(architecture, None)))
+    weights, prefix = built.state_dict(), PREFIXES[family]
+    tensors = {
+        (entry.name if entry.name == "lm_head.weight" else prefix + entry.name): join_entry(
+            entry, weights
+        )
+        for entry in architecture.entries().values()
+    }
+    save_file(tensors, folder / "model.safetensors", {"format": "pt"})
+    return built
+
+
+def split_weights(folder: Path, parts: int = 2) -> None:
+    """Divide the weights into several files with their index."""
+    tensors = load_file(folder / "model.safetensors")
+    (folder / "model.safetensors").unlink()
+    places = {name: f"part-{i % parts}.safetensors" for i, name in enumerate(sorted(tensors))}
+    for part in {*places.values()}:
+        chosen = {name: tensors[name] for name in places if places[name] == part}
+        save_file(chosen, folder / part, {"format": "pt"})
+    index = {"weight_map": places}
+    (folder / "model.safetensors.index.json").write_text(json.dumps(index), encoding="utf-8")

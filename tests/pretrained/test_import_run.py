@@ -1,47 +1,26 @@
 """Published checkpoints as runs: equal logits, and nothing written of one that is refused."""
 
 import json
-import struct
+import re
+import shutil
 
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from qkablate.config import ModelConfig, VariantConfig, resolve_variant
+from qkablate.disk import exclusive_folder
 from qkablate.errors import UserError
-from qkablate.models.build import build_model
 from qkablate.pretrained.import_run import import_run
-from qkablate.pretrained.layouts import PREFIXES
-from qkablate.pretrained.published_config import Architecture, make_config
 from qkablate.pretrained.repository import find_repository
-from qkablate.pretrained.weights import join_entry
 from qkablate.training.warm_start.restore import restore
-from tests.pretrained.published import TOKENS, change_config, logits_of, publish
-
-SIZES = {"layers": 2, "d_model": 16, "heads": 4, "context": 16}
-
-
-def write_published(folder, family="gpt2", vocabulary=61):
-    """Write a random model without transformers; return it."""
-    model, variant = ModelConfig(**SIZES, bias=True, mlp="gelu_tanh"), VariantConfig()
-    if family == "llama":
-        block = {"position": "rope", "norm_kind": "rms", "mlp": "swiglu", "tied": False}
-        model = ModelConfig(**SIZES, **block)
-        variant = VariantConfig("gqa", qk="grouped", ov="grouped", groups=2)
-    variant = resolve_variant(variant, model)
-    architecture = Architecture(family, model, variant, vocabulary, model.context)
-    built = build_model(model, variant, vocabulary, device="cpu").init_(0).eval()
-    folder.mkdir()
-    (folder / "config.json").write_text(json.dumps(make_config(architecture, None)))
-    weights, prefix = built.state_dict(), PREFIXES[family]
-    tensors = {
-        (entry.name if entry.name == "lm_head.weight" else prefix + entry.name): join_entry(
-            entry, weights
-        )
-        for entry in architecture.entries().values()
-    }
-    save_file(tensors, folder / "model.safetensors", {"format": "pt"})
-    return built
+from tests.pretrained.hostile_models import FOLDERS
+from tests.pretrained.published import (
+    TOKENS,
+    change_config,
+    logits_of,
+    publish,
+    write_published,
+)
 
 
 def import_folder(folder, **options):
@@ -178,6 +157,8 @@ def test_shards_and_masks_and_names_without_prefix_are_read(tmp_path):
         ("gpt2", {"n_head": 3}, ["config.json: model.heads: 3 does not divide"]),
         ("gpt2", {"n_layer": 3}, ["h.2.ln_1.weight is missing", "2 blocks"]),
         ("gpt2", {"n_layer": 10**9}, ["config.json: model.layers"]),
+        ("gpt2", {"model_type": ["gpt2"]}, ["model_type: ['gpt2']", "allowed: gpt2"]),
+        ("gpt2", {"architectures": {"a": [[[[[[[1]]]]]]]}}, ["architectures"]),
         ("gpt2", {"n_embd": "16"}, ["n_embd", "a whole number"]),
         ("gpt2", {"n_layer": 1}, ["is no tensor of the model"]),
         ("gpt2", {"vocab_size": 2**30}, ["wte.weight has the shape [61, 16]"]),
@@ -226,26 +207,19 @@ def test_wrong_tensors_are_rejected(tmp_path, reason):
     assert reason in refused(tmp_path / "published")
 
 
-def promise(size):
-    header = {"wte.weight": {"dtype": "F32", "shape": [size], "data_offsets": [0, 4 * size]}}
-    text = json.dumps(header).encode()
-    return struct.pack("<Q", len(text)) + text
-
-
-@pytest.mark.parametrize(
-    ("content", "reason"),
-    [
-        (promise(2**42), "promises"),
-        (struct.pack("<Q", 2**60), "no safetensors file"),
-        (struct.pack("<Q", 2) + b"[]", "not a map"),
-        (b"", "no safetensors file"),
-        (b"\x80\x04pickle", "no safetensors file"),
-    ],
-)
-def test_hostile_weights_are_rejected(tmp_path, content, reason):
+@pytest.mark.parametrize("name", FOLDERS)
+def test_hostile_folders_are_refused(tmp_path, name):
+    """With a reason, and nothing is written; tests/torture also watches memory and code."""
     write_published(tmp_path / "published")
-    (tmp_path / "published" / "model.safetensors").write_bytes(content)
-    assert reason in refused(tmp_path / "published")
+    plant, reason = FOLDERS[name]
+    try:
+        plant(tmp_path / "published")
+    except OSError:
+        pytest.skip("this file system holds no sparse file of 4 TB")
+    line = refused(tmp_path / "published")
+    assert re.search(reason, line), line
+    assert line.isprintable()
+    assert len(line) < 400
 
 
 def test_cut_off_weights_are_rejected(tmp_path):
@@ -253,36 +227,6 @@ def test_cut_off_weights_are_rejected(tmp_path):
     path = tmp_path / "published" / "model.safetensors"
     path.write_bytes(path.read_bytes()[:-4])
     assert "it is cut off or damaged" in refused(tmp_path / "published")
-
-
-def test_weights_larger_than_the_disk_are_rejected(tmp_path):
-    """A sparse file has all the bytes that its header promises."""
-    folder = tmp_path / "published"
-    write_published(folder)
-    change_config(folder, vocab_size=2**30, n_embd=1024, n_layer=1, n_head=4)
-    sizes = {"vocabulary": 2**30}
-    model = ModelConfig(layers=1, d_model=1024, heads=4, context=16, bias=True, mlp="gelu_tanh")
-    change_config(folder, n_inner=4096)
-    architecture = Architecture("gpt2", model, VariantConfig(), sizes["vocabulary"], 16)
-    header, end = {}, 0
-    for entry in architecture.entries().values():
-        size = 4
-        for length in entry.shape:
-            size *= length
-        header[entry.name] = {
-            **{"dtype": "F32", "shape": entry.shape},
-            "data_offsets": [end, end + size],
-        }
-        end += size
-    text = json.dumps(header).encode()
-    try:
-        with (folder / "model.safetensors").open("wb") as file:
-            file.write(struct.pack("<Q", len(text)) + text)
-            file.truncate(8 + len(text) + end)
-    except OSError:
-        pytest.skip("this file system holds no sparse file of 4 TB")
-    reason = refused(folder)
-    assert "free" in reason
 
 
 def test_pickle_is_never_read(tmp_path):
@@ -293,27 +237,39 @@ def test_pickle_is_never_read(tmp_path):
     assert "pickle" in refused(tmp_path / "published")
 
 
-@pytest.mark.parametrize(
-    "name", ["../outside.safetensors", "/etc/passwd", "..safetensors", "a.bin"]
-)
-def test_index_names_files_beside_it(tmp_path, name):
-    write_published(tmp_path / "published")
-    (tmp_path / "published" / "model.safetensors").unlink()
-    index = tmp_path / "published" / "model.safetensors.index.json"
-    index.write_text(json.dumps({"weight_map": {"wte.weight": name}}))
-    assert "is not the name of a safetensors file" in refused(tmp_path / "published")
-
-
 def test_leftovers_of_a_killed_import_are_removed(tmp_path):
     write_published(tmp_path / "published")
     run = import_folder(tmp_path / "published")
-    left = run.folder.with_name(f".importing-{run.folder.name[-12:]}.tmp") / "runs" / "x-123"
+    temporary = run.folder.with_name(f".importing-{run.folder.name[-12:]}.tmp")
+    left = temporary / "new" / "runs" / "x-123"
     left.mkdir(parents=True)
     (left / "config.yaml").touch()
     run.folder.rename(tmp_path / "gone")
     assert not [*(tmp_path / "out").glob("runs/*/config.yaml")]  # none of it is listed
     assert import_folder(tmp_path / "published").folder == run.folder
     assert [path.name for path in run.folder.parent.iterdir()] == [run.folder.name]
+
+
+@pytest.mark.parametrize("place", ["run", "temporary"])
+def test_files_in_the_place_of_a_run_are_kept(tmp_path, place):
+    write_published(tmp_path / "published")
+    folder = import_folder(tmp_path / "published").folder
+    shutil.rmtree(folder)
+    taken = folder.with_name(f".importing-{folder.name[-12:]}.tmp")
+    taken = folder if place == "run" else taken
+    taken.write_text("precious")
+    assert f"cannot write '{folder}'" in refused(tmp_path / "published")
+    assert taken.read_text() == "precious"
+    assert [path.name for path in folder.parent.iterdir()] == [taken.name]
+
+
+def test_two_imports_at_once_write_one_run(tmp_path):
+    write_published(tmp_path / "published")
+    folder = import_folder(tmp_path / "published").folder
+    shutil.rmtree(folder)
+    with exclusive_folder(folder.with_name(f".importing-{folder.name[-12:]}.tmp")):
+        assert "another process is importing" in refused(tmp_path / "published")
+    assert import_folder(tmp_path / "published").is_new
 
 
 @pytest.mark.parametrize("name", ["../x", "a/b", "-x", "é"])

@@ -84,7 +84,7 @@ def _moments() -> dict[str, tuple[int, list[tuple[Any, str]]]]:
         "checkpoint": (
             20,
             [
-                *((checkpoint, "save"), (checkpoint, "_sync_file"), (checkpoint, "sync_folder")),
+                *((checkpoint, "save"), (checkpoint, "sync_file"), (checkpoint, "sync_folder")),
                 *((safetensors.torch, "save_file"), (torch, "save"), (checkpoint, "keep_newest")),
             ],
         ),

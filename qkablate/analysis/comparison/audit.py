@@ -135,7 +135,10 @@ def _check_pairs(gap: Gap) -> Answer:
     if gap.unpaired:
         return WARNING, f"{n}, and unpaired {'; '.join(gap.unpaired)}"
     if n < MIN_PAIRS:
-        return WARNING, f"{n}: too few to compare; more seeds: seed=range(6)"
+        more = "more seeds: seed=range(6)"
+        if gap.arm.arm.is_finetuned:
+            more = "more trained runs, or more seeds of an imported one: seed=range(6)"
+        return WARNING, f"{n}: too few to compare; {more}"
     known = "" if (correlation := gap.correlation) is None else f", correlation {correlation:+z.2f}"
     return OK, f"{n} by seed{known}"
 
@@ -154,7 +157,10 @@ def _check_rates(
     rates = {entry.name: str(entry.rates or "–") for entry in sides}
     if untuned := [name for name in rates if name not in tuned]:
         which = "neither was" if not tuned else f"{untuned[0]} was not"
-        return WARNING, f"{which} tuned ({', '.join(rates.values())}); {tune} tunes both"
+        how = f"{tune} tunes both"
+        if any(entry.arm.is_finetuned for entry in sides):
+            how = "try others with optim.lr=RATE"
+        return WARNING, f"{which} tuned ({', '.join(rates.values())}); {how}"
     if any(entry.rates is None for entry in sides):
         return WARNING, f"not chosen yet: {', '.join(rates.values())}"
     off = [entry for entry in sides if not tuned[entry.name].is_tuned(entry.rates)]
@@ -217,7 +223,9 @@ def _check_start(sides: Sides) -> Answer:
         config = entry.arm.config.variant
         matches = {str(record.facts["init"].get("match")) for record in entry.with_status("done")}
         match = "/".join(sorted(matches)) or "unknown"
-        if config.init == "naive":
+        if entry.arm.is_finetuned:
+            pass  # its start is that of a trained run
+        elif config.init == "naive":
             state = WARNING
             texts.append(f"{entry.name} naive (variant.init=matched matches it)")
         elif match != "exact":
@@ -231,6 +239,8 @@ def _check_start(sides: Sides) -> Answer:
             factors = ", ".join(f"{factor:.3g}" for factor in sorted(unmatched))
             rated.append(f"circuit's rate of {entry.name} × {factors}")
     matched = "matched: " + ", ".join(texts) if texts else "matched exactly"
+    if any(entry.arm.is_finetuned for entry in sides):
+        matched = "projected from trained runs"
     return state, "; ".join([matched, *rated])
 
 

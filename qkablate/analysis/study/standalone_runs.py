@@ -7,8 +7,6 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
-import yaml
-
 from qkablate.analysis.study.study import Study, group_runs
 from qkablate.config import (
     KEYS,
@@ -16,20 +14,16 @@ from qkablate.config import (
     InitFromConfig,
     Role,
     check,
-    conf_dir,
     explain,
-    flatten,
     has_role,
     keys_with,
-    resolve_variant,
-    variants,
 )
-from qkablate.config.sweep import as_quoted
-from qkablate.config.variant import SIZES, without_sizes
+from qkablate.config.variant import without_sizes
 from qkablate.errors import UserError
 from qkablate.runs.lease import LeaseObserver
 from qkablate.runs.records import is_number, read_config, read_result
 from qkablate.runs.run import IMPORTED, check_identity, label
+from qkablate.sweeps.overrides import config_overrides
 from qkablate.sweeps.planning.manifest import Arm, Changes, SweepRun
 from qkablate.sweeps.running.state import RunState, read_run
 
@@ -137,7 +131,7 @@ def _make_arm(settings: dict[str, Any], identity: dict[str, Any]) -> Arm:
         variant=config.variant.name,
         controls=["none"],
         baseline=None,
-        overrides=_overrides(config),
+        overrides=config_overrides(config),
         config=config,
         facts={key: identity[key] for key in ("vocabulary", "data_fingerprint")},
         # 0: unknown. Sizes follow from the first result of a run (_with_sizes); the test tokens
@@ -229,32 +223,3 @@ def _with_baselines(arms: list[Arm]) -> list[Arm]:
             nearest = others[distances.index(min(distances))]
             arms[i] = dataclasses.replace(arm, baseline=nearest.name)
     return sorted(arms, key=lambda arm: arm.variant != "standard")
-
-
-def _overrides(config: Config) -> dict[str, str]:
-    """Return the arguments that make the arm: both config groups and all non-default values."""
-    # The nearest entry of the catalogue: low_rank_w for low_rank_w_r4, or for low_rank_w_r4_cross.
-    everywhere = config.variant.name.removesuffix("_" + config.variant.sites.replace("+", "_"))
-    names = (config.variant.name, everywhere, without_sizes(everywhere))
-    name = next((name for name in names if name in variants()), "standard")
-    variant = resolve_variant(dataclasses.replace(config.variant, name=name), config.model)
-    defaults = flatten(Config()) | _load_group("variant", name)
-    defaults |= _load_group("data", config.data.source) | {"variant.name": variant.name}
-    overrides = {"variant": name, "data": config.data.source}
-    used = {*keys_with(Role.ARM | Role.PAIR_FREE)} - {"data.source"}
-    if config.optim.schedule != "wsd":
-        used.remove("optim.cooldown")  # only wsd has one
-    for key, value in flatten(config).items():
-        unset = value is None and key.removeprefix("variant.") in SIZES
-        if key in used and value != defaults.get(key) and not unset:
-            overrides[key] = as_quoted(value)
-    return overrides
-
-
-def _load_group(group: str, name: str) -> dict[str, Any]:
-    """Return the values of a file of a config group; {} if there is none."""
-    path = conf_dir() / group / f"{name}.yaml"
-    if not name.isidentifier() or not path.is_file():
-        return {}
-    content = yaml.safe_load(path.read_text(encoding="utf-8"))
-    return {f"{group}.{key}": value for key, value in content.items() if key != "defaults"}

@@ -70,7 +70,7 @@ class OV(Circuit):
 
         Like the following two, it is called under `torch.no_grad`.
         """
-        raise UnsupportedCombination(f"{type(self).__name__} cannot be set from a given M_h")
+        raise UnsupportedCombination("its outputs cannot be set from a given M_h")
 
     def set_nearest_(self, m_HDD: Tensor, moments: Moments) -> None:
         """Set M_h so that the output for a stream of these moments changes little."""
@@ -88,9 +88,7 @@ class OV(Circuit):
         if bias is not None:
             bias.copy_(c_D)
         elif self.spec.bias:
-            raise UnsupportedCombination(
-                f"{type(self).__name__} has no bias to hold the output bias of another form"
-            )
+            raise UnsupportedCombination("it has no bias to hold the output bias of another form")
 
 
 def join_heads(o_BHTV: Tensor) -> Tensor:

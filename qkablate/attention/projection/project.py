@@ -218,10 +218,14 @@ def set_scores_(
                 theirs.load_state_dict(ours.state_dict())
         return torch.zeros(1), torch.zeros(1)
     for layer in (source, target):
-        if layer.no_circuit_reason:
+        if layer.no_circuit_reason and not (layer is target and layer.qk.scores_are_zero):
             raise UnsupportedCombination(layer.no_circuit_reason)
     b_HDD, u_HD = scaled_circuit(source.qk)
     b_HDD, u_HD = b_HDD[heads], None if u_HD is None else u_HD[heads]
+    power = None if moments is None else moments.score_power
+    if target.qk.scores_are_zero:
+        goal_HLD = with_bias(b_HDD, u_HD)
+        return _relative_errors(-goal_HLD, goal_HLD, power)
     scale = target.qk.scale
     unscaled = b_HDD / scale, None if u_HD is None else u_HD / scale
     if moments is None:
@@ -230,7 +234,7 @@ def set_scores_(
         target.qk.set_nearest_(*unscaled, moments)
     goal_HLD = with_bias(b_HDD, u_HD)
     error_HLD = with_bias(*scaled_circuit(target.qk)) - goal_HLD
-    return _relative_errors(error_HLD, goal_HLD, None if moments is None else moments.score_power)
+    return _relative_errors(error_HLD, goal_HLD, power)
 
 
 def set_output_(

@@ -82,7 +82,7 @@ class QK(Circuit):
 
         Like `set_nearest_`, it is called under `torch.no_grad`.
         """
-        raise UnsupportedCombination(f"{type(self).__name__} cannot be set from a given B_h")
+        raise UnsupportedCombination("its scores cannot be set from a given B_h")
 
     def set_nearest_(self, b_HDD: Tensor, u_HD: Tensor | None, moments: Moments) -> None:
         """Set B_h so that the scores of a stream of these moments change little.

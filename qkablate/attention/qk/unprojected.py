@@ -159,6 +159,7 @@ class Uniform(QK):
     cached = ""
     can_start_symmetric = True  # it has no W_q and W_k that could differ
     no_rope_reason = "there are no queries and keys to rotate"
+    scores_are_zero = True
     no_circuit_reason = "the scores do not depend on x"
 
     def __init__(self, spec: Spec) -> None:
@@ -182,6 +183,7 @@ class StaticScores(Uniform):
     2 d² σ√d / (h √(T S k)).
     """
 
+    scores_are_zero = False
     match = "spread"
     naive_match = "none"
     can_start_symmetric = False

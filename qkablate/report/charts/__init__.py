@@ -2,6 +2,7 @@
 
 from qkablate.report.charts import (
     attention,
+    conversions,
     curves,
     distance,
     forest,
@@ -15,7 +16,8 @@ from qkablate.report.charts.base import Chart
 from qkablate.report.section import Section
 
 _MAKERS = (
-    *(forest.claim_chart, forest.gap_chart, curves.loss_chart, curves.gap_curve_chart),
+    *(forest.claim_chart, conversions.conversion_chart),
+    *(forest.gap_chart, curves.loss_chart, curves.gap_curve_chart),
     *(forms.form_chart, heads.rounding_chart),
     *(distance.distance_chart, sizes.heat_map_chart, sizes.cost_chart, scaling.scaling_chart),
     sizes.lr_chart,

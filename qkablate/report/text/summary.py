@@ -149,7 +149,10 @@ def _summarize_gaps(
     baselines = _join(sorted({variant_of[gap.baseline] for gap in measured}))
     nats = measured[0].margin and f"{measured[0].margin.nats:g} nats"
     parts = [_PHRASES[word].format(_join(own), margin=nats) for word, own in names.items() if own]
-    text = f"{compared} with {baselines} on the same data and seeds, {'; '.join(parts)}"
+    where = "on the same data and seeds"
+    if any(entry.arm.is_finetuned for entry in section.entries.values()):
+        where = "trained on for as many steps from the same runs"
+    text = f"{compared} with {baselines} {where}, {'; '.join(parts)}"
     decided = [gap for gap in measured if gap.is_decided]
     scopes = {scope for gap in decided for scope in gap.scopes} - {RateScope.SIGN_DEPENDS}
     text += f"; this holds {_join(sorted(scopes))}" if scopes else ""

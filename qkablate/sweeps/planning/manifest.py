@@ -21,7 +21,16 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from qkablate import __version__
-from qkablate.config import Config, Role, TrackingConfig, from_plain, keys_with, read_limit
+from qkablate.config import (
+    Config,
+    InitFromConfig,
+    Role,
+    TrackingConfig,
+    from_plain,
+    keys_with,
+    read_limit,
+)
+from qkablate.config.sweep import as_quoted
 from qkablate.disk import make_folder, read_file, write_atomic
 from qkablate.errors import UserError
 from qkablate.runs.records import sha256
@@ -74,6 +83,12 @@ class Arm:
     mismatch: float | None = None  # relative to the control's target
     kv_cache_numbers: int | None = None  # that a decoder keeps per token, in all layers
     not_vmapped: str = ""  # why train.vmap is not followed
+    parents: dict[str, InitFromConfig] = field(default_factory=dict)  # of fine-tuning, by seed
+
+    @property
+    def is_finetuned(self) -> bool:
+        """True if its runs begin from trained ones."""
+        return self.config.init_from.run is not None
 
     @property
     def train_flops(self) -> float:
@@ -98,6 +113,8 @@ class Arm:
     def overrides_of(self, run: "SweepRun") -> list[str]:
         """Return the arguments that repeat a run of this arm with `qkablate train`."""
         overrides = self.overrides | {key: str(value) for key, value in run.changes.items()}
+        if parent := self.parents.get(str(run.changes["seed"])):
+            overrides["init_from.run"] = as_quoted(parent.run)
         if run.tuning:
             overrides["train.evaluate_test"] = "false"
         return [f"{key}={value}" for key, value in overrides.items()]
@@ -111,6 +128,7 @@ class Arm:
         return dataclasses.replace(
             config,
             seed=seed,
+            init_from=self.parents.get(str(seed), config.init_from),
             seeds=dataclasses.replace(config.seeds, **seeds),
             optim=dataclasses.replace(config.optim, lr=float(changes["optim.lr"])),
             variant=dataclasses.replace(config.variant, lr=circuit),

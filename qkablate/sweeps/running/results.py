@@ -253,7 +253,8 @@ def resume_commands(sweep_state: SweepState) -> list[list[str]]:
     """Return the command that continues the sweep where it is now, if anything is left to do."""
     counts = sweep_state.status_counts()
     command = _with_out(sweep_state.manifest.command[1:], sweep_state.manifest.out)
-    if counts["interrupted"] + counts["waiting"]:
+    does_retry = command[0] == "project"  # whose next session tries failed runs again
+    if counts["interrupted"] + counts["waiting"] + does_retry * counts["failed"]:
         return [command]
     return [[*command, "--retry", "failed"]] if counts["failed"] else []
 

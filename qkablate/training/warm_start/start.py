@@ -26,18 +26,25 @@ from qkablate.config import (
     variants,
 )
 from qkablate.data import Data
-from qkablate.errors import UserError, print_stderr
+from qkablate.errors import ImpossibleConfig, UserError, print_stderr
 from qkablate.models.base import Model
 from qkablate.models.catalogue import make_attention
 from qkablate.runs.records import is_number, read_json, write_json
-from qkablate.runs.run import Run, find_run, run_id
+from qkablate.runs.run import PROJECTION_LOSSES, Run, find_run, run_id
 from qkablate.training import checkpoint, hardware
 from qkablate.training.feed import batch_reader
 from qkablate.training.warm_start.restore import RestoredRun, check_shapes, restore
 
 TOKENS = 64  # read per dimension of the stream, many more than its second moment has directions
 _MAY_DIFFER = ("model.dropout",)  # has no weights
-_LOSSES_FILE = "projection_losses.json"
+
+
+class CannotProject(ImpossibleConfig):
+    """A trained model has a circuit that a variant cannot be set to."""
+
+    def __init__(self, message: str, reason: str) -> None:
+        super().__init__(message)
+        self.reason = reason
 
 
 def resolve_parent(config: Config) -> tuple[Config, RestoredRun | None]:
@@ -99,9 +106,10 @@ def check_parent(parent: RestoredRun, config: Config, model: Model, data_fingerp
         if reason := find_obstacle(source, targets[site]):
             possible = ", ".join(word for word in variants() if _can_hold(source, config, word))
             choice = f"possible: {possible}" if possible else "only its own variant is possible"
-            raise UserError(
+            raise CannotProject(
                 f"init_from.run: '{name}' cannot be projected to {config.variant.name}: {reason}"
-                f" ({choice})"
+                f" ({choice})",
+                reason,
             )
 
 
@@ -170,7 +178,7 @@ def load_or_project(run: Run, config: Config, data: Data, model: Model) -> check
     losses = project_parent(parent.model, model, config, data)
     start = checkpoint.Checkpoint(checkpoint.TrainProgress(), model.state_dict())
     checkpoint.save(run.start, start)
-    write_json(run.start / _LOSSES_FILE, [dataclasses.asdict(loss) for loss in losses])
+    write_json(run.start / PROJECTION_LOSSES, [dataclasses.asdict(loss) for loss in losses])
     return start
 
 
@@ -179,7 +187,7 @@ def load_projection_losses(
 ) -> list[ProjectionLoss]:
     """Load what each layer's projection lost, or compute it again with the run's empty `model`."""
     try:
-        content = read_json(run.start / _LOSSES_FILE)
+        content = read_json(run.start / PROJECTION_LOSSES)
         losses = [ProjectionLoss(**{**loss, "heads": tuple(loss["heads"])}) for loss in content]
         valid = all(sorted(loss.heads) == [*range(config.model.heads)] for loss in losses)
         numbers = [n for loss in losses for n in (loss.qk, loss.qk_scores, loss.ov, loss.ov_output)]

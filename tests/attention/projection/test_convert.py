@@ -88,7 +88,7 @@ def test_scores_without_content_have_no_circuit(name):
 def test_forms_that_cannot_be_set_are_rejected(name):
     with pytest.raises(
         UnsupportedCombination,
-        match=f"{QK_CIRCUITS[name].__name__} cannot|another order of multiplication",
+        match=r"its scores cannot be set|another order of multiplication",
     ):
         convert(random_qk("separate"), random_qk(name))
 
@@ -379,7 +379,7 @@ def test_every_ov_form_holds_itself(name, bias):
 @pytest.mark.parametrize("name", UNSETTABLE_OV)
 def test_ov_forms_that_cannot_be_set_are_rejected(name):
     (source, qk), (target, _) = some_ov("separate"), some_ov(name)
-    with pytest.raises(UnsupportedCombination, match=f"{type(target).__name__} cannot"):
+    with pytest.raises(UnsupportedCombination, match="its outputs cannot be set"):
         convert_ov(source, qk, target, qk)
 
 

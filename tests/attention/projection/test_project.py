@@ -100,8 +100,8 @@ def test_unchanged_circuit_is_copied(ov):
     ("qk", "ov", "more", "why"),
     [
         ("static", "separate", {}, "do not depend on x"),
-        ("no_qk", "separate", {}, "NoQK cannot be set"),
-        ("separate", "tied", {}, "TiedOV cannot be set"),
+        ("no_qk", "separate", {}, "its scores cannot be set"),
+        ("separate", "tied", {}, "its outputs cannot be set"),
         ("merged", "separate", {"norm": "qk"}, "the queries or keys are normalized"),
         ("separate", "separate", {"norm": "unit_keys"}, "the queries or keys are normalized"),
     ],
@@ -114,6 +114,13 @@ def test_unsupported_projection_leaves_the_target_unchanged(qk, ov, more, why):
     assert all(torch.equal(before[name], value) for name, value in target.state_dict().items())
     with pytest.raises(UnsupportedCombination, match=why):
         project_layer(source, target, moments_of(source))
+
+
+def test_uniform_attention_keeps_nothing_of_the_scores_and_all_of_the_outputs():
+    source, target = random_layer("separate", bias=True), random_layer("uniform", bias=True)
+    loss = project_layer(source, target, moments_of(source))
+    assert (loss.qk, loss.qk_scores, loss.ov) == (pytest.approx(1), pytest.approx(1), 0)
+    assert_close(target.ov.circuit(target.qk), source.ov.circuit(source.qk), rtol=0, atol=1e-12)
 
 
 @pytest.mark.parametrize("qk", sorted(QK_CIRCUITS))
