@@ -1,7 +1,37 @@
 """Linear algebra of circuits: nearest products, least squares."""
 
+from collections.abc import Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
+
 import torch
 from torch import Tensor, nn
+
+_RANK: ContextVar[int | None] = ContextVar("_RANK", default=None)
+_MORE = 8  # random directions beyond the expected rank
+
+
+@contextmanager
+def expect_rank(rank: int | None) -> Iterator[None]:
+    """Decompose matrices of at most this rank within their range: faster, rounded differently."""
+    token = _RANK.set(rank)
+    try:
+        yield
+    finally:
+        _RANK.reset(token)
+
+
+def _find_range(m_HDC: Tensor) -> Tensor | None:
+    """Return an orthonormal basis of the columns if they have the expected rank (Halko, 2011)."""
+    rank = _RANK.get()
+    if rank is None or m_HDC.is_meta or 2 * (rank + _MORE) > min(m_HDC.shape[-2:]):
+        return None
+    generator = torch.Generator().manual_seed(0)
+    random_CR = torch.randn(m_HDC.shape[-1], rank + _MORE, generator=generator).to(m_HDC)
+    basis_HDR: Tensor = torch.linalg.qr(m_HDC @ random_CR).Q
+    lost_HDC = m_HDC - basis_HDR @ (basis_HDR.mT @ m_HDC)
+    is_held = lost_HDC.norm() <= 1e-12 * m_HDC.norm()
+    return basis_HDR if is_held else None
 
 
 def solve_bias(right_HDE: Tensor, u_HD: Tensor | None) -> Tensor:
@@ -13,7 +43,11 @@ def solve_bias(right_HDE: Tensor, u_HD: Tensor | None) -> Tensor:
 
 def truncated_svd(m_HDC: Tensor, rank: int) -> tuple[Tensor, Tensor]:
     """Return the best m ≈ left_HDR right_HCRᵀ, balanced: leftᵀ left = rightᵀ right."""
-    u, s, vh = torch.linalg.svd(m_HDC, full_matrices=False)
+    if (basis_HDR := _find_range(m_HDC)) is None:
+        u, s, vh = torch.linalg.svd(m_HDC, full_matrices=False)
+    else:
+        u, s, vh = torch.linalg.svd(basis_HDR.mT @ m_HDC, full_matrices=False)
+        u = basis_HDR @ u
     root = s[..., :rank].sqrt().unsqueeze(-2)
     left, right = u[..., :rank] * root, vh.mT[..., :rank] * root
     missing = max(0, rank - s.shape[-1])

@@ -30,12 +30,17 @@ HELP = """qkablate inspect: measures of the circuits and the attention of a trai
 
 Usage: qkablate inspect RUN [key=value …] [--layer N] [--head N]
                             [--text TEXT [--target TEXT]] [-o FILE] [--json]
+       qkablate inspect RUN --forms [--layer N] [--json] [key=value …]
 
 RUN is a run's folder, or the beginning of its name or id in outputs/runs. Its
 newest checkpoint is used; the run may still be training. Two tables describe
 the matrices B_h (the scores of head h) and M_h (its output), the third
 describes the attention at the beginning of the validation split, if that is
 prepared on this machine. Training logs the same numbers (diagnostics.every).
+
+With --forms: how much of the run's circuits each form of the catalogue can hold
+at this size, without any training; minutes for a model of 100 M parameters.
+What is measured of an imported run is kept in its folder, for its report.
 
 Flags
 {flags}
@@ -78,12 +83,25 @@ Measures of the attention
                   precision of training
   rounding_fp64   the same in fp64
 
+Columns of --forms
+  params          parameters of all attention layers, relative to the run's
+  scores          error of the scores in the closest form, up to what softmax is
+                  invariant to: root mean square on what the layers see, relative
+                  to the scores themselves; 1: nothing is held
+  output          the same of what the heads write; both over all layers
+  worst layer     the largest of these errors, and its layer
+  logits          of forms that are exact (errors below 1e-6): the largest
+                  difference of the logits after the conversion, relative to the
+                  largest logit
+With --layer: the errors of the layer and of each of its heads, H0, H1, …
+
 Examples
   qkablate inspect merged_w
   qkablate inspect merged_w --layer 0 --head 2
   qkablate inspect merged_w --layer 0 --head 2 --text 'def main(self):'
   qkablate inspect merged_w --text 'def main(self):' -o heads.svg
   qkablate inspect merged_w-d128-h4-s0-0123456789ab --json > merged_w.json
+  qkablate inspect gpt2 --forms
   qkablate inspect no_q_cross --text 's3 s1 s4' --target 's4 s1 s3' -o pair.svg
 """
 KEYS = ("step", "out", "data.cache", *CIRCUIT_KEYS)
@@ -106,6 +124,7 @@ PARSER.option(
 PARSER.option(
     "-o", "FILE", "with --text: draw the attention of all heads or of one; FILE.svg or FILE.png"
 )
+PARSER.switch("--forms", "how much of the run each form of the catalogue can hold")
 PARSER.switch("--json", "print all measures of all layers and heads")
 
 
@@ -113,7 +132,14 @@ def main(argv: list[str]) -> int:
     """Print measures of the circuits and the attention of a run."""
     args = _parse_args(argv)
     restored = restore_run(args.run, args.keys | {"out": args.out}, args.step)
+    from qkablate.cli.inspected_forms import (
+        keep_measures,
+        measure_all_forms,
+        propose_after_forms,
+    )
     from qkablate.diagnostics import DiagnosticPanel
+    from qkablate.diagnostics.forms import TOKENS_PER_DIMENSION
+    from qkablate.diagnostics.panel import TOKENS
     from qkablate.training.recorders.diagnostics import choose_inputs, initial_layers
 
     model, config = restored.model, restored.config
@@ -122,11 +148,18 @@ def main(argv: list[str]) -> int:
     _check_index("--layer", args.layer, len(all_layers))
     _check_index("--head", args.head, config.model.heads)
     text = attend(restored, args)
-    inputs, source = choose_inputs(restored, args.keys.get("data.cache", "auto"))
+    count = TOKENS
+    if args.forms:
+        count = max(TOKENS, TOKENS_PER_DIMENSION * config.model.d_model)
+    inputs, source = choose_inputs(restored, args.keys.get("data.cache", "auto"), count)
     starts = initial_layers(model, config, restored.folder / "start")
     if restored.is_imported:  # how it began is not known
         starts = iter(())
-    row = DiagnosticPanel(model, *inputs, starts=starts).row()
+    first = max(2, TOKENS // inputs[-1].shape[1])
+    row = DiagnosticPanel(model, *(tokens[:first] for tokens in inputs), starts=starts).row()
+    forms = measure_all_forms(restored, inputs) if args.forms else None
+    if restored.is_imported:
+        keep_measures(restored, source, row, forms)
     attention = model.variant_layer().module
     name = restored.folder.resolve().name
     image = ""
@@ -146,10 +179,19 @@ def main(argv: list[str]) -> int:
                 **({} if places is None else {"layers": places}),
                 **row,
                 **({} if text is None else {"text": text.content()}),
+                **({} if forms is None else {"forms": forms}),
             }
         )
         return 0
     print(f"{sanitize(name)}, step {restored.step}: {attention.equation}")
+    if forms is not None:
+        from qkablate.report.text.forms import print_forms
+
+        sequences = f"{format_count(rows, 'sequence')} of {format_count(length, 'token')}"
+        print(f"What the forms of the catalogue hold, on {sequences} of {sanitize(source)}\n")
+        print_forms(forms, args.layer)
+        print_next_commands(*propose_after_forms(args, restored, forms))
+        return 0
     layers = range(len(all_layers)) if args.layer is None else (args.layer,)
     heads = range(config.model.heads) if args.head is None else (args.head,)
     shown = list(itertools.product(layers, heads))
@@ -184,6 +226,12 @@ def _parse_args(argv: list[str]) -> Namespace:
     args.step = None if step is None else convert_value("step", step, whole_number())
     has_both = args.layer is not None and args.head is not None
     has_any = args.layer is not None or args.head is not None
+    if args.forms:
+        others = {"--head": args.head, "--text": args.text, "-o": args.o}
+        if given := [flag for flag, value in others.items() if value is not None]:
+            raise UserError(
+                f"--forms shows all heads of all layers or of one; leave out {given[0]}"
+            )
     if args.json and has_any:
         raise UserError("--json prints all layers and heads; leave out --layer and --head")
     if args.text and not (args.json or args.o or has_both):

@@ -9,6 +9,7 @@ from qkablate.analysis.comparison.summary import GapSummary
 from qkablate.analysis.study.study import Entry, Record
 from qkablate.report.charts.curves import MAX_RUNS
 from qkablate.report.section import Section
+from qkablate.report.text.forms import format_inspect_command
 from qkablate.report.text.numbers import format_gap_summary, format_loss
 from qkablate.report.text.table import format_known
 from qkablate.report.text.tables import format_accuracy, format_p, format_percent_more
@@ -102,7 +103,7 @@ def find_problems(section: Section) -> list[str]:
         lines += [f"{r.folder.name}: {_format_status(r)}" for r in records[:_MAX_PROBLEMS]]
         if (more := len(records) - _MAX_PROBLEMS) > 0:
             lines.append(f"{more:,} more {status}: see the table of runs below")
-    _ = section.heads, section.examples  # reading them records their problems
+    _ = section.heads, section.examples, section.inspections  # reading them records their problems
     for record in section.study.records:
         _ = record.loss_curves
         lines += [f"{record.folder.name}: {problem}" for problem in record.problems]
@@ -166,6 +167,8 @@ def _arm_row(section: Section, name: str, rates: str, records: list[Record]) -> 
 
 
 def _format_command(section: Section, record: Record) -> str:
+    if record.status == "imported":
+        return format_inspect_command(section)
     return shlex.join(["qkablate", "train", *section.study.overrides_of(record.run)])
 
 

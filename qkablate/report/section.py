@@ -12,6 +12,7 @@ from qkablate.analysis.comparison.head_metrics import MEASURES, HeadMetrics, rea
 from qkablate.analysis.comparison.summary import StudySummary, describe_study
 from qkablate.analysis.scaling.compute_gain import GridFit, fit_grids
 from qkablate.analysis.study.attention_maps import ArmAttention, read_arm_attention
+from qkablate.analysis.study.inspection import Inspection, read_arm_inspection
 from qkablate.analysis.study.loss_curves import TRAIN, VAL
 from qkablate.analysis.study.study import Entry, Study
 from qkablate.report.palette import Style, assign_styles
@@ -95,7 +96,20 @@ class Section:
         """Head metrics of each arm that has diagnostics."""
         most = max(2, min(_MAX_STEPS, _MAX_ALL_STEPS // max(1, len(self.study.records))))
         metrics = (read_head_metrics(entry, MEASURES, most) for entry in self.study.entries)
-        return {arm.entry.name: arm for arm in metrics if arm.runs}
+        imported = (inspection.heads for inspection in self.inspections.values())
+        return {arm.entry.name: arm for arm in (*metrics, *imported) if arm.runs}
+
+    @cached_property
+    def inspections(self) -> dict[str, Inspection]:
+        """Measures of `qkablate inspect` of each imported run, by its arm."""
+        found = {entry.name: read_arm_inspection(entry) for entry in self.study.entries}
+        return {name: inspection for name, inspection in found.items() if inspection is not None}
+
+    @property
+    def is_imported(self) -> bool:
+        """True if every run was imported, so that none was trained."""
+        records = self.study.all_records
+        return bool(records) and all(record.status == "imported" for record in records)
 
     @cached_property
     def examples(self) -> list[ArmAttention]:

@@ -12,6 +12,7 @@ Imports neither torch nor training, so that reports can read runs anywhere.
     start/             initial weights from another run: see training/warm_start/start.py
     predictions/       predictions at fixed positions, over training: see predictions.py
     origin.json        of an imported run: where its weights were published, with checksums
+    inspection.json    of an imported run: what `inspect` has measured of it: see inspection.py
     attention_map.safetensors  attention over one text, at the end: see attention_map.py
     document_losses.safetensors  test loss by document: see document_losses.py
     result.json        written last, atomically

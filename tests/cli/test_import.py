@@ -21,6 +21,15 @@ def test_imported_run_is_read_by_the_other_verbs(qkablate, tmp_path):
     assert "an imported run has no data of its own" in inspected.err
     assert "moved" not in inspected.out
     assert qkablate("verify", "small").code == 0
+    reported = qkablate("report", "small", "--format", "md")
+    assert reported.code == 0, reported.err
+    page = next(tmp_path.glob("outputs/runs/*/report.md")).read_text()
+    assert "could not be read" not in page
+    assert "qkablate inspect small-" in page
+    assert qkablate("inspect", "small", "--forms").code == 0
+    assert qkablate("report", "small", "--format", "md").code == 0
+    page = next(tmp_path.glob("outputs/runs/*/report.md")).read_text()
+    assert "merged_w" in page
     assert_refused(qkablate("sample", "small"), "imported with a tokenizer of its own")
     assert_refused(qkablate("eval", "small"), "imported with a tokenizer of its own")
 

@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from qkablate.cli.inspect import KEYS, PARSER
+from qkablate.config import variants
 from qkablate.diagnostics import attention_weights, circuits
 from qkablate.diagnostics.panel import ATTENTION_MEASURES
 from qkablate.report.text.heads import format_number, sparkline
@@ -166,6 +167,8 @@ MISTAKES = [
     (["a", "--json", "--head", "0"], "--json prints all layers and heads"),
     (["a", "--text", "x"], "--text needs --layer and --head, --json or -o"),
     (["a", "--json", "--text", "\udcff"], "--text: it is not UTF-8 text"),
+    (["a", "--forms", "--head", "0"], "--forms shows all heads of all layers or of one; leave out"),
+    (["a", "--forms", "--text", "x"], "leave out --text"),
     (["a"], "there is no run 'a'"),
 ]
 
@@ -195,7 +198,7 @@ def test_help(qkablate):
     done = qkablate("inspect", "--help")
     assert (done.code, done.out, done.err) == (0, PARSER.format_help(), "")
     usage = done.out.partition("Usage: ")[2].partition("\n\n")[0]
-    assert len(usage.splitlines()) == 2
+    assert len(usage.splitlines()) == 3
     assert all(f"  {key}=" in done.out for key in KEYS)
     assert all(flag in done.out for flag in PARSER.flags)
     names = {*circuits.MEASURES, *ATTENTION_MEASURES} - {"singular"}
@@ -393,3 +396,33 @@ def test_layers_of_a_translator_are_named_by_site(qkablate):
     projected = qkablate("project", *run, "variant=no_q", "finetune.steps=2", "--json")
     layers = json.loads(projected.out)["runs"][0]["layers"]
     assert [layer["layer"] for layer in layers] == found["layers"]
+
+
+def test_forms_are_a_table_with_every_variant(inspect):
+    done = inspect("--forms")
+    assert done.code == 0, done.err
+    lines = done.out.splitlines()
+    assert "of the validation split of " in lines[1]
+    header = next(line for line in lines if line.startswith("variant"))
+    assert header.split("  ")[0] == "variant"
+    named = done.out.replace(",", " ").replace(":", " ").split()
+    assert {*variants()} <= {*named}
+    own = next(line.split() for line in lines if line.startswith("merged_w "))
+    assert own[:4] == ["merged_w", "100%", "exact", "exact"]
+    assert lines[-1].startswith("  qkablate project ")
+
+
+def test_forms_of_a_layer_are_shown_by_head(inspect):
+    done = inspect("--forms", "--layer", "1")
+    headers = [line.split() for line in done.out.splitlines() if line.startswith("variant")]
+    assert headers == 2 * [["variant", "layer", "H0", "H1"]]
+    assert "--layer: there is no 2" in inspect("--forms", "--layer", "2").err
+
+
+def test_forms_as_json(inspect):
+    found = json.loads(inspect("--forms", "--json").out)
+    forms = {form["variant"]: form for form in found["forms"]["forms"]}
+    assert forms["merged_w"]["share"] == 1
+    assert forms["wide_qk"]["logits"] < 1e-10
+    assert {*forms} | {*found["forms"]["obstacles"]} == {*variants()}
+    assert "qk" in found

@@ -137,14 +137,20 @@ def read_head_rows(
 
 
 def _parse_row(line: bytes, names: Iterable[str]) -> HeadValues:
-    values, row = {}, decode_row(line)
+    diagnostics = decode_row(line).get("diagnostics")
+    return parse_diagnostics(diagnostics, names, _MAX_EXPANSION * len(line))
+
+
+def parse_diagnostics(diagnostics: Any, names: Iterable[str], most: int) -> HeadValues:
+    """Return measures of a row, of at most so many numbers each; malformed ones are left out."""
+    values = {}
     for name in names:
         part, _, measure = name.partition("/")
         try:
-            nested = row["diagnostics"][part][measure]
+            nested = diagnostics[part][measure]
         except (LookupError, TypeError):
             continue
-        array = _array(nested, 3 if name == SPECTRUM else 2, _MAX_EXPANSION * len(line))
+        array = _array(nested, 3 if name == SPECTRUM else 2, most)
         if array is not None:
             values[name] = array
     return values

@@ -22,7 +22,7 @@ from qkablate.config.variant import without_sizes
 from qkablate.errors import UserError
 from qkablate.runs.lease import LeaseObserver
 from qkablate.runs.records import is_number, read_config, read_result
-from qkablate.runs.run import check_identity, label
+from qkablate.runs.run import IMPORTED, check_identity, label
 from qkablate.sweeps.overrides import config_overrides
 from qkablate.sweeps.planning.manifest import Arm, Changes, SweepRun
 from qkablate.sweeps.running.state import RunState, read_run
@@ -52,6 +52,8 @@ def read_standalone_runs(folders: Iterable[Path]) -> Study:
             key = f"{key} {run.id}"
         state = RunState(run, folder)
         read_run(state, observer)
+        if state.status == "interrupted" and arms[key].facts["data_fingerprint"] == IMPORTED:
+            state.status, state.reason = "imported", ""
         states[run.id] = state, key
         if arms[key].params == 0:
             arms[key] = _with_sizes(arms[key], read_result(folder))
@@ -61,7 +63,8 @@ def read_standalone_runs(folders: Iterable[Path]) -> Study:
     arms_by_name = {arm.name: arm for arm in _with_baselines(list(named.values()))}
     entries, tuning = group_runs(arms_by_name, (state for state, _ in states.values()))
     out = str(folders[0].parent.parent) if folders else "outputs"
-    return Study("runs", out, arms_by_name, entries, tuning, len(states), unread=tuple(unread))
+    expected = sum(state.status != "imported" for state, _ in states.values())
+    return Study("runs", out, arms_by_name, entries, tuning, expected, unread=tuple(unread))
 
 
 def _read_run(folder: Path, arms: dict[str, Arm]) -> tuple[SweepRun, str]:
@@ -77,7 +80,10 @@ def _read_run(folder: Path, arms: dict[str, Arm]) -> tuple[SweepRun, str]:
         key = json.dumps(_arm_settings(settings, identity), sort_keys=True, default=str)
         arm = arms.get(key) or _make_arm(settings, identity)
         run = _make_run(content, arm)
-        _check(arm.config_of(run.changes))
+        frozen = arm.config_of(run.changes)
+        if identity["data_fingerprint"] == IMPORTED:  # the rest is nobody's choice
+            frozen = Config(variant=frozen.variant, model=frozen.model)
+        _check(frozen)
         check_identity(content)
     except UserError as error:
         raise ValueError(str(error)) from None

@@ -14,7 +14,10 @@ RIDGE = 1e-6  # added to every direction of a moment, relative to its mean diago
 
 @dataclass
 class Moments:
-    """Second moments of the inputs of a layer, in fp64."""
+    """Second moments of the inputs of a layer, in fp64.
+
+    The streams may differ by head, in a basis of its own: then all of them are HLL.
+    """
 
     x_LL: Tensor  # of the queries' stream with a 1
     z_HDD: Tensor  # of each head's averages of the keys' stream
@@ -23,8 +26,8 @@ class Moments:
     def key_covariance(self) -> Tensor:
         """Return the covariance of the keys' stream; softmax is invariant to the mean key."""
         y_LL = self.x_LL if self.y_LL is None else self.y_LL
-        mean_D = y_LL[-1, :-1]
-        return regularize(y_LL[:-1, :-1] - mean_D.outer(mean_D))
+        mean_D = y_LL[..., -1, :-1]
+        return regularize(y_LL[..., :-1, :-1] - mean_D.unsqueeze(-1) * mean_D.unsqueeze(-2))
 
     def score_power(self, b_HLD: Tensor) -> Tensor:
         """Return the mean square of each head's scores."""
@@ -45,8 +48,8 @@ def regularize(moment_DD: Tensor) -> Tensor:
 def sqrt_and_inverse(moment_DD: Tensor) -> tuple[Tensor, Tensor]:
     """Return the square root of a moment and its inverse."""
     value_D, vector_DD = torch.linalg.eigh(moment_DD)
-    root_D = value_D.clamp(min=RIDGE**2 * float(value_D[-1])).sqrt()
-    return (vector_DD * root_D) @ vector_DD.mT, (vector_DD / root_D) @ vector_DD.mT
+    root_1D = value_D.clamp(min=RIDGE**2 * value_D[..., -1:]).sqrt().unsqueeze(-2)
+    return (vector_DD * root_1D) @ vector_DD.mT, (vector_DD / root_1D) @ vector_DD.mT
 
 
 def with_bias(b_HDD: Tensor, u_HD: Tensor | None) -> Tensor:

@@ -69,16 +69,7 @@ def collect_moments(layers: Sequence[Attention], read: Callable[[], object]) -> 
     sums: dict[Attention, list[Tensor]] = {}
 
     def add(layer: Attention, inputs: tuple[Tensor, ...], options: dict[str, Any]) -> None:
-        causal = options.get("causal", True)
-        # One sequence at a time: the softmax of each head is T × S.
-        for x_1TD, *source in zip(*(stream.split(1) for stream in inputs), strict=True):
-            (y_1SD,) = source or [x_1TD]
-            z_HTD = (layer.weights(x_1TD, *source, causal=causal) @ y_1SD.unsqueeze(1))[0].double()
-            x_TL, y_SL = (pad(x[0].double(), (0, 1), value=1.0) for x in (x_1TD, y_1SD))
-            new = [x_TL.mT @ x_TL, z_HTD.mT @ z_HTD, torch.tensor(len(x_TL))]
-            new += [y_SL.mT @ y_SL, torch.tensor(len(y_SL))]
-            old = sums.get(layer, [torch.zeros_like(value) for value in new])
-            sums[layer] = [a + b for a, b in zip(old, new, strict=True)]
+        sums[layer] = _add_moments(sums.get(layer), layer, inputs, options.get("causal", True))
 
     hooks = [layer.register_forward_pre_hook(add, with_kwargs=True) for layer in layers]
     try:
@@ -86,11 +77,35 @@ def collect_moments(layers: Sequence[Attention], read: Callable[[], object]) -> 
     finally:
         for hook in hooks:
             hook.remove()
-    totals = (sums[layer] for layer in layers)
-    return [
-        Moments(regularize(x / queries), regularize(z / queries), regularize(y / keys))
-        for x, z, queries, y, keys in totals
-    ]
+    return [_mean_moments(sums[layer]) for layer in layers]
+
+
+@torch.no_grad()
+def compute_moments(layer: Attention, streams: tuple[Tensor, ...], *, causal: bool) -> Moments:
+    """Return the moments of one layer, given the streams that it reads."""
+    return _mean_moments(_add_moments(None, layer, streams, causal))
+
+
+def _add_moments(
+    sums: list[Tensor] | None, layer: Attention, streams: tuple[Tensor, ...], causal: bool
+) -> list[Tensor]:
+    """Return the sums of the products and their numbers, with those of more sequences."""
+    # One sequence at a time: the softmax of each head is T × S.
+    for x_1TD, *source in zip(*(stream.split(1) for stream in streams), strict=True):
+        (y_1SD,) = source or [x_1TD]
+        z_HTD = (layer.weights(x_1TD, *source, causal=causal) @ y_1SD.unsqueeze(1))[0].double()
+        x_TL, y_SL = (pad(x[0].double(), (0, 1), value=1.0) for x in (x_1TD, y_1SD))
+        new = [x_TL.mT @ x_TL, z_HTD.mT @ z_HTD, torch.tensor(len(x_TL))]
+        new += [y_SL.mT @ y_SL, torch.tensor(len(y_SL))]
+        old = sums or [torch.zeros_like(value) for value in new]
+        sums = [a + b for a, b in zip(old, new, strict=True)]
+    assert sums is not None
+    return sums
+
+
+def _mean_moments(sums: list[Tensor]) -> Moments:
+    x, z, queries, y, keys = sums
+    return Moments(regularize(x / queries), regularize(z / queries), regularize(y / keys))
 
 
 @torch.no_grad()
@@ -174,8 +189,14 @@ def assign_heads(source: Attention, target: Attention, moments: Moments) -> list
             cost_HP[order, heads] += set_scores_(source, target, order, moments)[1]
         if target.ov.has_head_slices:
             cost_HP[order, heads] += set_output_(source, target, order, moments)[1]
+    return assign_positions(cost_HP)
+
+
+def assign_positions(cost_HP: Tensor) -> list[int]:
+    """Return the head for each position with the least total cost."""
     from scipy.optimize import linear_sum_assignment
 
+    heads = list(range(len(cost_HP)))
     _, positions = linear_sum_assignment(cost_HP.numpy())
     # Differences that are only rounding do not move a head.
     if cost_HP[heads, positions].sum() >= cost_HP.trace() * (1 - 1e-9):

@@ -98,9 +98,9 @@ class QK(Circuit):
         smallest, best = error(), copy.deepcopy(self.state_dict())
         if smallest <= 1e-18 * float(moments.score_power(target_HLD).sum()):
             return
-        x_DD, keys_DD = moments.x_LL[:-1, :-1], moments.key_covariance()
+        x_DD, keys_DD = moments.x_LL[..., :-1, :-1], moments.key_covariance()
         bases = [(x_DD, keys_DD)]
-        if len(x_DD) == len(keys_DD):  # some forms need the same basis on both sides
+        if x_DD.shape == keys_DD.shape:  # some forms need the same basis on both sides
             bases += [(x_DD, x_DD), (keys_DD, keys_DD)]
         for left_DD, right_DD in bases:
             left, left_inverse = sqrt_and_inverse(left_DD)

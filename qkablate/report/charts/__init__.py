@@ -6,6 +6,7 @@ from qkablate.report.charts import (
     curves,
     distance,
     forest,
+    forms,
     heads,
     scaling,
     sizes,
@@ -17,7 +18,7 @@ from qkablate.report.section import Section
 _MAKERS = (
     *(forest.claim_chart, conversions.conversion_chart),
     *(forest.gap_chart, curves.loss_chart, curves.gap_curve_chart),
-    heads.rounding_chart,
+    *(forms.form_chart, heads.rounding_chart),
     *(distance.distance_chart, sizes.heat_map_chart, sizes.cost_chart, scaling.scaling_chart),
     sizes.lr_chart,
     *(heads.head_curve_chart, spectra.spectrum_chart, spectra.spectra_by_tokens_chart),

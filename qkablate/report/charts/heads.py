@@ -51,6 +51,7 @@ def _find_curves(
             curves = [
                 (curve, arm.entry, arm.bounds(name))
                 for arm in group
+                if arm.entry.name not in section.inspections  # which were not trained here
                 if (curve := arm.curve(name, most)) is not None
             ]
             yield panel_title(metric, size, len(groups) > 1), metric, curves
@@ -101,7 +102,7 @@ def head_map_chart(section: Section) -> Chart:
     all_cells = [(size, *_find_cells(group)) for size, group in groups]
     most = max((row["head"] for _, by, _ in all_cells for r in by.values() for row in r), default=0)
     if most == 1:
-        return _single_head_chart(all_cells)
+        return _single_head_chart(all_cells, describe_time(section))
     for size, by_metric, numbers in all_cells:
         cells += sum(map(len, by_metric.values()))
         if by_metric and (cells <= _MAX_CELLS or not panels):
@@ -111,17 +112,26 @@ def head_map_chart(section: Section) -> Chart:
                 for metric, rows in by_metric.items()
             ]
     caption = (
-        "End of training, one row per layer. Heads are sorted by value, largest first, and averaged"
-        f" by rank over runs ({format_n(counts)}), since head indices do not correspond between"
-        " seeds. Symmetry is 1 for a symmetric B and −1 for an antisymmetric one; induction is the"
-        " attention to the token that followed the previous occurrence of the same token."
+        f"{describe_time(section)}, one row per layer. Heads are sorted by value, largest first,"
+        f" and averaged by rank over runs ({format_n(counts)}), since head indices do not"
+        " correspond between seeds. Symmetry is 1 for a symmetric B and −1 for an antisymmetric"
+        " one; induction is the attention to the token that followed the previous occurrence of the"
+        " same token."
     )
     if cells > _MAX_CELLS:
         caption += " Only the first sizes are shown."
     return Chart("head-maps", "Head by head", caption, panels)
 
 
-def _single_head_chart(all_cells: list[tuple[str, dict[str, list[Spec]], list[int]]]) -> Chart:
+def describe_time(section: Section) -> str:
+    """Return when the heads were measured, and of imported runs on what."""
+    sources = dict.fromkeys(arm.source for arm in section.inspections.values())
+    return f"As imported, on {' and '.join(sources)}" if section.is_imported else "End of training"
+
+
+def _single_head_chart(
+    all_cells: list[tuple[str, dict[str, list[Spec]], list[int]]], when: str
+) -> Chart:
     """Return a table: a map of single cells would say less."""
     values: dict[tuple[str, ...], dict[str, float]] = {}
     for size, by_metric, _ in all_cells:
@@ -135,7 +145,7 @@ def _single_head_chart(all_cells: list[tuple[str, dict[str, list[Spec]], list[in
     ]
     counts = [n for _, _, numbers in all_cells for n in numbers]
     caption = (
-        f"End of training, mean over runs ({format_n(counts)}). Symmetry is 1 for a symmetric B and"
+        f"{when}, mean over runs ({format_n(counts)}). Symmetry is 1 for a symmetric B and"
         " −1 for an antisymmetric one; induction is the attention to the token that followed the"
         " previous occurrence of the same token."
     )

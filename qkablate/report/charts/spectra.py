@@ -42,10 +42,11 @@ def spectrum_chart(section: Section) -> Chart:
         for layer in head_metrics.pick_evenly(drawn, layers_shown):
             title = panel_title(f"layer {labels[layer]}", size, len(groups) > 1)
             panels.append(_layer_panel(section, title, rows[layer]))
+    times = "" if section.is_imported else " Thick: end of training; thin: initialization."
     caption = (
         "Singular values of B relative to a head's largest, from the first to the d_head-th; mean"
-        f" over the heads of a layer and over runs ({format_n(counts)}). Thick: end of training;"
-        " thin: initialization. A line that falls early means a low effective rank."
+        f" over the heads of a layer and over runs ({format_n(counts)}).{times} A line that falls"
+        " early means a low effective rank."
     )
     return Chart("spectra", "Spectra of the QK circuit", caption, panels)
 

@@ -6,6 +6,7 @@ from qkablate.report import rows
 from qkablate.report.page import format_status, make_notes
 from qkablate.report.section import Section
 from qkablate.report.text.claims import format_claim, make_claim_table
+from qkablate.report.text.forms import make_form_tables
 from qkablate.report.text.setting import format_question, format_setting
 from qkablate.report.text.summary import list_gaps, summarize
 from qkablate.report.text.table import Code, Table, escape_markdown, format_markdown
@@ -41,6 +42,7 @@ def _render_section(section: Section) -> str:
         Table("verdicts", rows.verdict_columns(section), verdicts, make_notes(section)),
         Table("audit", ["", "check", "result", "arms"], rows.make_audit_rows(section)),
         *map(make_distance_table, section.summary.function_distance),
+        *make_form_tables(section),
         Table("runs", columns, [[*run[:-1], Code(run[-1])] for run in runs]),
         Table("left out", ["arm", "control", "reason"], left_out),
         Table("environment", ["setting", "value"], rows.make_environment_rows(section)),

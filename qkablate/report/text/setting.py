@@ -37,16 +37,20 @@ def format_setting(section: Section) -> str:
     tuned = "tuned learning rates" if section.study.lr_searches else ""
     rates = _distinct(f"{entry.rates.lr:.3g}" for entry in entries if entry.rates is not None)
     kind = "fine-tuning steps" if any(e.arm.is_finetuned for e in entries) else "steps"
+    is_trained = not section.is_imported
     parts = [
-        each(lambda entry: _format_data(entry.arm.config.data)),
+        each(lambda entry: _format_data(entry.arm.config.data)) if is_trained else "imported",
         f"{layers} layer{'' if layers == '1' else 's'}",
         f"d_model {each(lambda entry: entry.arm.config.model.d_model)}",
         f"heads {each(lambda entry: entry.arm.config.model.heads)}",
-        f"{each(lambda entry: f'{int(entry.arm.config.train.steps):,}')} {kind}",
-        tuned or f"lr {format_list(rates, 4)}" * bool(rates),
-        format_n([len(entry.losses) for entry in entries]),
-        _format_dates(section),
     ]
+    if is_trained:
+        parts += [
+            f"{each(lambda entry: f'{int(entry.arm.config.train.steps):,}')} {kind}",
+            tuned or f"lr {format_list(rates, 4)}" * bool(rates),
+            format_n([len(entry.losses) for entry in entries]),
+            _format_dates(section),
+        ]
     return " · ".join(filter(None, parts)) if entries else ""
 
 

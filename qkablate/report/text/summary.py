@@ -14,6 +14,7 @@ from qkablate.analysis.comparison.decision import (
 )
 from qkablate.analysis.comparison.summary import GapSummary
 from qkablate.report.section import Section, format_n
+from qkablate.report.text.forms import summarize_forms
 from qkablate.report.text.numbers import (
     format_gap,
     format_gap_summary,
@@ -37,6 +38,8 @@ def summarize(section: Section) -> list[str]:
     """Return the summary of a section as sentences."""
     if section.judgement is not None:
         return _summarize_claim(section)
+    if section.is_imported:
+        return summarize_forms(section)
     if not section.summary.gaps:
         return _summarize_runs(section)
     measured = [gap for gap in section.summary.gaps if gap.n or gap.decision.is_divergence]

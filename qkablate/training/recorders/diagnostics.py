@@ -64,10 +64,10 @@ def record_attention(plan: RunPlan, write: Callable[..., None], model: Model, st
         write(attention_map.write_attention_map, header, tokens_T.numpy(), a_LHTT)
 
 
-def validation_inputs(data: Data, context: int) -> tuple[Tensor, ...]:
+def validation_inputs(data: Data, context: int, tokens: int = TOKENS) -> tuple[Tensor, ...]:
     """Return the first inputs of the validation split: tokens_NT, or a source before them."""
     # Complete windows only: an evaluation batch would be padded.
-    count = max(2, TOKENS // min(context, LENGTH))
+    count = max(2, tokens // min(context, LENGTH))
     count = max(1, min(count, (data.tokens["val"] - 1) // context))
     batch = next(iter(data.split_batches("val", batch_size=count, context=context)))
     return tuple(tokens_NT[:, :LENGTH] for tokens_NT in batch.inputs)
@@ -102,7 +102,9 @@ def _with_weights(layer: AttentionLayer, weights: dict[str, Tensor]) -> Attentio
     return module
 
 
-def choose_inputs(restored: RestoredRun, cache: str) -> tuple[tuple[Tensor, ...], str]:
+def choose_inputs(
+    restored: RestoredRun, cache: str, tokens: int = TOKENS
+) -> tuple[tuple[Tensor, ...], str]:
     """Return the inputs for the diagnostics of a run on disk, and their description.
 
     No path in its folder is read and nothing is prepared: the data is found by its fingerprint in
@@ -111,13 +113,13 @@ def choose_inputs(restored: RestoredRun, cache: str) -> tuple[tuple[Tensor, ...]
     context, vocabulary = restored.config.model.context, restored.model.vocabulary
     data, folder = find_run_data(restored, cache), corpus.cache_dir(DataConfig(cache=cache))
     if data is not None and data.vocabulary == vocabulary and data.tokens["val"] >= context:
-        return validation_inputs(data, context), f"the validation split of {data.name}"
+        return validation_inputs(data, context, tokens), f"the validation split of {data.name}"
     reason = f"the run's data is not prepared in '{folder}'"
     hint = " (data.cache=FOLDER names another cache)"
     if restored.is_imported:
         reason, hint = "an imported run has no data of its own", ""
     print_stderr(f"qkablate: {reason}: the attention is computed on random tokens{hint}")
-    rng, rows = named_generator(0, "mechanism", "tokens"), max(1, TOKENS // min(context, LENGTH))
+    rng, rows = named_generator(0, "mechanism", "tokens"), max(1, tokens // min(context, LENGTH))
     lengths = restored.model.input_lengths()
     inputs = [rng.integers(vocabulary, size=(rows, min(length, LENGTH))) for length in lengths]
     return tuple(map(torch.from_numpy, inputs)), "random tokens"

@@ -1,0 +1,64 @@
+"""Forms of the catalogue in `qkablate inspect`: their measurement, and what is kept of it."""
+
+from argparse import Namespace
+from typing import Any
+
+from torch import Tensor
+
+from qkablate.cli.arguments import out_words
+from qkablate.data.progress import Progress
+from qkablate.diagnostics.forms import measure_forms
+from qkablate.errors import print_stderr
+from qkablate.runs.inspection import FILE_NAME, write_inspection
+from qkablate.training import hardware
+from qkablate.training.warm_start.restore import RestoredRun
+
+
+def measure_all_forms(restored: RestoredRun, inputs: tuple[Tensor, ...]) -> dict[str, Any]:
+    """Measure the forms with a progress bar; logits in fp64 where a copy of the model fits."""
+    model, config = restored.model, restored.config
+    shape = config.model
+    layer = 64 * shape.heads * shape.d_model**2  # of a converted layer, several copies in fp64
+    params = sum(parameter.numel() for parameter in model.parameters())
+    is_roomy = hardware.free_memory() > 1.1 * 8 * params + layer
+    bar, stages = Progress("inspect"), list[str]()
+
+    def show(stage: str, done: int, total: int) -> None:
+        if stage not in stages:
+            stages.append(stage)
+            bar.stage(stage, total, "steps")
+        bar.update(done)
+
+    precision = "fp64" if is_roomy else "fp32"
+    try:
+        forms = measure_forms(model, shape, config.variant, inputs, precision, show)
+    finally:
+        bar.close()
+    return forms.content()
+
+
+def keep_measures(
+    restored: RestoredRun, source: str, row: dict[str, Any], forms: dict[str, Any] | None
+) -> None:
+    """Keep in the folder of an imported run what a report of it shows."""
+    parts: dict[str, Any] = {"diagnostics": row, "tokens": source}
+    if forms is not None:
+        parts |= {"forms": forms, "tokens_of_forms": source}
+    try:
+        write_inspection(restored.folder, parts)
+    except OSError as error:
+        path = restored.folder / FILE_NAME
+        print_stderr(
+            f"qkablate: '{path}' cannot be written ({error.strerror}): no report will show the"
+            " measures"
+        )
+
+
+def propose_after_forms(
+    args: Namespace, restored: RestoredRun, forms: dict[str, Any]
+) -> list[list[str]]:
+    """Return commands: fine-tune in the closest smaller form that loses something, or a report."""
+    words = [args.run, *out_words(args.out)]
+    smaller = [f for f in forms["forms"] if f["logits"] is None and f["share"] < 1]
+    commands = [["project", *words, f"variant={f['variant']}"] for f in smaller[:1]]
+    return [*commands, *([["report", *words]] if restored.is_imported else [])]

@@ -1,0 +1,106 @@
+"""Heat maps of forms, and the other parts of the report of an imported run."""
+
+import json
+
+import pytest
+
+from qkablate.analysis.study.standalone_runs import read_standalone_runs
+from qkablate.report.charts import make_charts
+from qkablate.report.page import render_page
+from qkablate.report.render import render_chart
+from qkablate.report.rows import find_problems
+from qkablate.report.section import Section
+from qkablate.report.text.page import render_markdown
+from qkablate.runs.inspection import FILE_NAME
+
+
+@pytest.fixture(scope="module")
+def imported(tmp_path_factory):
+    """Return an imported run whose forms were measured."""
+    from qkablate.cli.inspected_forms import keep_measures, measure_all_forms
+    from qkablate.diagnostics import DiagnosticPanel
+    from qkablate.pretrained.import_run import import_run
+    from qkablate.pretrained.repository import find_repository
+    from qkablate.training.recorders.diagnostics import choose_inputs
+    from qkablate.training.warm_start.restore import restore
+    from tests.pretrained.test_import_run import write_published
+
+    folder = tmp_path_factory.mktemp("imported")
+    write_published(folder / "published", vocabulary=256)
+    run = import_run(find_repository(str(folder / "published")), str(folder / "out")).folder
+    restored = restore(run)
+    inputs, source = choose_inputs(restored, "auto")
+    row = DiagnosticPanel(restored.model, *inputs, starts=iter(())).row()
+    keep_measures(restored, source, row, measure_all_forms(restored, inputs))
+    return run
+
+
+@pytest.fixture
+def content(imported):
+    """Return the file, and write it back after the test."""
+    path = imported / FILE_NAME
+    kept = path.read_text()
+    yield json.loads(kept)
+    path.write_text(kept)
+
+
+def section_of(run):
+    return Section(run.name, "read from here", read_standalone_runs([run]))
+
+
+def test_maps_have_a_cell_for_each_form_and_layer(imported, content):
+    charts = {chart.name: chart for chart in make_charts(section_of(imported))}
+    assert {*charts} == {"forms", "spectra", "head-maps"}
+    forms, chart = content["forms"]["forms"], charts["forms"]
+    assert [panel.title for panel in chart.panels] == ["scores of B_h", "output of M_h"]
+    for panel, side in zip(chart.panels, ("scores", "output"), strict=True):
+        shown = {(r["form"], r["layer"]): r["error"] for r in panel.spec["data"]["values"]}
+        assert shown == {
+            (form["variant"], i): pytest.approx(layer[side], rel=0.01)
+            for form in forms
+            for i, layer in enumerate(form["layers"])
+        }
+    assert "random tokens" in chart.caption
+    assert [row[0] for row in chart.table.rows] == [form["variant"] for form in forms]
+    assert render_chart(chart, "small", "svg", "").startswith(b"<svg")
+
+
+def test_page_says_that_the_run_was_imported(imported):
+    section = section_of(imported)
+    assert find_problems(section) == []
+    for page in (render_page([section], "small"), render_markdown([section])):
+        assert "Imported weights" in page
+        assert "imported · 2 layers" in page
+        assert "merged_w" in page
+        assert "1 run: 1 imported" in page
+        assert "No run is done" not in page
+        assert "qkablate train" not in page
+
+
+def test_missing_measures_name_the_command(imported, content):
+    (imported / FILE_NAME).unlink()
+    page = render_markdown([section_of(imported)])
+    assert f"qkablate inspect {imported.name} --forms" in page
+    del content["forms"]
+    (imported / FILE_NAME).write_text(json.dumps(content))
+    section = section_of(imported)
+    assert f"qkablate inspect {imported.name} --forms" in render_markdown([section])
+    assert {chart.name for chart in make_charts(section)} == {"spectra", "head-maps"}
+
+
+@pytest.mark.parametrize(
+    ("change", "reason"),
+    [
+        ({"weights": "0" * 64}, "it was measured of other weights"),
+        ({"forms": {"forms": []}}, "its forms are not what"),
+        ({"diagnostics": 7}, "it is not what `qkablate inspect` writes"),
+        ({"tokens": 7}, "it is not what `qkablate inspect` writes"),
+    ],
+)
+def test_damaged_or_foreign_measures_are_one_line(imported, content, change, reason):
+    (imported / FILE_NAME).write_text(json.dumps(content | change))
+    section = section_of(imported)
+    (problem,) = find_problems(section)
+    assert problem.startswith(f"{imported.name}: {FILE_NAME}: {reason}")
+    assert make_charts(section) == []
+    assert f"qkablate inspect {imported.name} --forms" in render_page([section], "small")
