@@ -175,11 +175,12 @@ def test_data_is_found_by_its_fingerprint(qkablate, tmp_path, monkeypatch):
     folder.mkdir()
     monkeypatch.chdir(folder)
     Path("book.txt").write_text("the cat sat on the mat, and the dog lay under it.\n\n" * 900)
-    words = [*SIZES, *LENGTH, "data=text", "data.path=book.txt", "variant=merged_w"]
+    cache = f"data.cache={tmp_path}/texts"  # that of the processes, whichever home they know
+    words = [*SIZES, *LENGTH, "data=text", "data.path=book.txt", "variant=merged_w", cache]
     done = qkablate("train", *words)
     assert done.code == 0, done.err
     Path("book.txt").unlink()
-    output = converted(qkablate, "merged_w", "variant=standard,uniform", "finetune.steps=2")
+    output = converted(qkablate, "merged_w", "variant=standard,uniform", "finetune.steps=2", cache)
     assert output["trained"]["arm"] == "merged_w-d16-h2"
     assert [row["test_gap"]["n"] for row in output["variants"]] == [1, 1]
 
