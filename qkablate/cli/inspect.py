@@ -187,10 +187,9 @@ def main(argv: list[str]) -> int:
     if forms is not None:
         from qkablate.report.text.forms import print_forms
 
-        sequences = f"{format_count(rows, 'sequence')} of {format_count(length, 'token')}"
-        print(f"What the forms of the catalogue hold, on {sequences} of {sanitize(source)}\n")
+        print(f"What the forms of the catalogue hold, on {_format_tokens(rows, length, source)}\n")
         print_forms(forms, args.layer)
-        print_next_commands(*propose_after_forms(args, restored, forms))
+        print_next_commands(*propose_after_forms(args, restored))
         return 0
     layers = range(len(all_layers)) if args.layer is None else (args.layer,)
     heads = range(config.model.heads) if args.head is None else (args.head,)
@@ -206,8 +205,7 @@ def main(argv: list[str]) -> int:
         print_measures(row[part], shown, places)
         if is_selection:
             print_spectra(row[part]["singular"], shown)
-    tokens = f"{format_count(rows, 'sequence')} of {format_count(length, 'token')}"
-    print(f"\nAttention, on {tokens} of {sanitize(source)}")
+    print(f"\nAttention, on {_format_tokens(rows, length, source)}")
     print_measures(row["attention"], shown, places)
     if text is not None and is_selection:
         text.print_weights(*shown[0])
@@ -247,6 +245,16 @@ def _parse_args(argv: list[str]) -> Namespace:
     for flag, text in (("--text", args.text), ("--target", args.target)):
         check_utf8(flag, text or "")
     return args
+
+
+def _format_tokens(rows: int, length: int, source: str) -> str:
+    """Format what the model read."""
+    from qkablate.training.recorders.diagnostics import RANDOM_TOKENS
+
+    sequences = f"{format_count(rows, 'sequence')} of"
+    if source == RANDOM_TOKENS:
+        return f"{sequences} {length:,} {source}"
+    return f"{sequences} {format_count(length, 'token')} of {sanitize(source)}"
 
 
 def _check_image(path: str) -> None:

@@ -54,11 +54,8 @@ def keep_measures(
         )
 
 
-def propose_after_forms(
-    args: Namespace, restored: RestoredRun, forms: dict[str, Any]
-) -> list[list[str]]:
-    """Return commands: fine-tune in the closest smaller form that loses something, or a report."""
+def propose_after_forms(args: Namespace, restored: RestoredRun) -> list[list[str]]:
+    """Return commands: the loss of each form, at once and fine-tuned, and a report."""
     words = [args.run, *out_words(args.out)]
-    smaller = [f for f in forms["forms"] if f["logits"] is None and f["share"] < 1]
-    commands = [["project", *words, f"variant={f['variant']}"] for f in smaller[:1]]
-    return [*commands, *([["report", *words]] if restored.is_imported else [])]
+    command = ["project", *words, "variant=all", "--table"]
+    return [command, *([["report", *words]] if restored.is_imported else [])]

@@ -27,6 +27,7 @@ from qkablate.training import checkpoint, hardware
 from qkablate.training.resolve import RunPlan
 from qkablate.training.warm_start.restore import RestoredRun
 
+RANDOM_TOKENS = "random tokens"  # where the data of a run is not known
 _MAX_TASK_TOKENS, _MAX_TASK_VOCABULARY = 2**20, 2**14  # of a task generated for diagnostics
 
 
@@ -122,7 +123,7 @@ def choose_inputs(
     rng, rows = named_generator(0, "mechanism", "tokens"), max(1, tokens // min(context, LENGTH))
     lengths = restored.model.input_lengths()
     inputs = [rng.integers(vocabulary, size=(rows, min(length, LENGTH))) for length in lengths]
-    return tuple(map(torch.from_numpy, inputs)), "random tokens"
+    return tuple(map(torch.from_numpy, inputs)), RANDOM_TOKENS
 
 
 def find_run_data(restored: RestoredRun, cache: str) -> Data | None:
