@@ -86,8 +86,8 @@ Measures of the attention
 Columns of --forms
   params          parameters of all attention layers, relative to the run's
   scores          error of the scores in the closest form, up to what softmax is
-                  invariant to: root mean square on what the layers see, relative
-                  to the scores themselves; 1: nothing is held
+                  invariant to: root mean square on what the layers see,
+                  relative to the scores themselves; 1: nothing is held
   output          the same of what the heads write; both over all layers
   worst layer     the largest of these errors, and its layer
   logits          of forms that are exact (errors below 1e-6): the largest

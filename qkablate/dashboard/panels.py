@@ -79,7 +79,10 @@ class PanelFactory:
         ]
 
     def gaps(self) -> Sequence[Any]:
+        is_finetuned = any(config.init_from.run is not None for config in self._configs)
+        conversions = self._chart("conversions", "Conversions to other variants")
         return [
+            *[conversions] * is_finetuned,
             self._chart("gap-curves", "Gap during training"),
             self._final("Test loss", "final/test_loss"),
             self._final("Validation loss", "final/val_loss"),

@@ -6,6 +6,7 @@ import os
 import re
 import socket
 from collections import defaultdict
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -13,7 +14,8 @@ import pytest
 import qkablate
 from qkablate.compose.configs import make_config, open_hydra
 from qkablate.compose.grid import read_request
-from qkablate.dashboard.panels import CIRCUITS
+from qkablate.config import Config, InitFromConfig
+from qkablate.dashboard.panels import CIRCUITS, PanelFactory
 from qkablate.dashboard.view import make_workspace, view_content
 from qkablate.diagnostics import circuits, patterns
 from qkablate.runs.run import Run
@@ -128,7 +130,8 @@ def test_tables_and_charts_come_from_the_sweep_run(spec):
         path.read_text() for path in Path(qkablate.__file__).parent.glob("report/charts/*.py")
     )
     drawn = {f"charts/{name}" for name in re.findall(r'return Chart\("([\w-]+)"', charts)}
-    assert drawn - {"charts/parts"} <= media  # that one is a claim's
+    # Those are of claims, of imported runs, and of sweeps of fine-tuned runs.
+    assert drawn - {"charts/parts", "charts/forms", "charts/conversions"} <= media
     assert media - {"report"} <= drawn
     tables = [
         panel["config"]["panel2Config"]["exp"]["fromOp"]["inputs"]["key"]["val"]
@@ -136,6 +139,13 @@ def test_tables_and_charts_come_from_the_sweep_run(spec):
         if panel["viewType"] == "Weave"
     ]
     assert tables == ["gaps", "verdicts", "distances", "runs"]
+
+
+@pytest.mark.parametrize("parent", [None, "standard-d128"])
+def test_conversions_are_shown_of_finetuned_runs(parent):
+    config = replace(Config(), init_from=InitFromConfig(run=parent))
+    gaps = PanelFactory([config], False, 3).gaps()
+    assert ("charts/conversions" in str(gaps)) == (parent is not None)
 
 
 def test_examples_of_encoders_are_shown_with_the_runs(spec):

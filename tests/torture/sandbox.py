@@ -67,6 +67,7 @@ def import_everything() -> None:
     for verb in VERBS:
         load_verb(verb)
     for name in (
+        "cli.hydra.multirun",
         "training.session",
         "training.warm_start.restore",
         "report.page",
@@ -83,6 +84,9 @@ def import_everything() -> None:
     ):
         with suppress(ImportError):
             import_module(name)
+    from hydra.core.plugins import Plugins
+
+    Plugins.instance()  # imports them: pytest would write their bytecode in a child, as harm
 
 
 def run_command(
