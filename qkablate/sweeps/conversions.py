@@ -81,16 +81,20 @@ class _Conversions:
     arms: dict[str, Arm] = field(default_factory=dict)  # by name
     runs: dict[str, SweepRun] = field(default_factory=dict)  # by id
     left_out: dict[str, LeftOutArm] = field(default_factory=dict)
+    _baselines: dict[tuple[str, ...], str] = field(default_factory=dict)  # names of arms
     _data: Data | None = None  # of all runs, which differ in seeds alone
 
     def add(self, parent: RestoredRun, words: list[str]) -> None:
         """Add the run that is trained on in its own variant, and that in the words' variant."""
-        baseline = self._add_run(parent, [w for w in words if not _is_variant(w)], own=True)
+        rest = [word for word in words if not _is_variant(word)]
+        key = str(parent.folder), *rest
+        if key not in self._baselines:
+            self._baselines[key] = self._add_run(parent, rest, own=True)
         chosen = dict(word.split("=", 1) for word in words if _is_variant(word))
         others = [f"{key}={chosen[key]}" for key in self.varied if key in chosen]
         name = " ".join([chosen.get("variant", "standard"), *others])
         try:
-            self._add_run(parent, words, own=False, baseline=baseline)
+            self._add_run(parent, words, own=False, baseline=self._baselines[key])
         except ImpossibleConfig as error:
             reason = error.reason if isinstance(error, CannotProject) else str(error)
             self.left_out[name] = LeftOutArm(name, "none", reason, "impossible")
