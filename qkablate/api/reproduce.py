@@ -2,7 +2,7 @@
 
 import dataclasses
 import tempfile
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 from qkablate.analysis.claims.claim import Claim
@@ -10,6 +10,7 @@ from qkablate.analysis.claims.registry import Registration, claim_grid
 from qkablate.analysis.publication.archive import Archive
 from qkablate.analysis.publication.replication import (
     RunAgreement,
+    check_places,
     check_trainable,
     compare_run,
     sample_runs,
@@ -42,9 +43,12 @@ def reproduction_request(claim: Claim, n: int, words: Iterable[str]) -> SweepReq
 
 
 def check_runs(
-    archive: Archive, registration: Registration, count: int, data_cache: str | None = None
+    archive: Archive, registration: Registration, count: int, data: Mapping[str, str]
 ) -> list[RunAgreement]:
-    """Train some published runs again in a temporary folder, and compare their losses."""
+    """Train some published runs again in a temporary folder, and compare their losses.
+
+    `data` has the user's keys of the data: its cache, and where files of the claim are.
+    """
     ids = sample_runs(archive, count)
     if not ids:
         raise UserError(f"{archive.name}: no published run is done, so that none can be checked")
@@ -56,7 +60,7 @@ def check_runs(
             arm = next((m.arms[run["arm"]] for m in manifests if run["arm"] in m.arms), None)
             if arm is None:
                 raise UserError(f"{archive.name}: run {id} is of no arm of its sweeps")
-            own = _as_published(arm, run["result"].get("threads"), data_cache)
+            own = _as_published(arm, run["result"].get("threads"), data)
             name, result = _train_alone(own, run, out, id)
             torch, cpu = package_versions()["torch"], read_cpu_name()
             device = own.config.device.partition(":")[0]
@@ -64,16 +68,18 @@ def check_runs(
     return found
 
 
-def _as_published(arm: Arm, threads: int | None, data_cache: str | None) -> Arm:
-    """Return the arm with the threads of a run, the user's cache, and no tracking."""
+def _as_published(arm: Arm, threads: int | None, data: Mapping[str, str]) -> Arm:
+    """Return the arm with the threads of a run, the user's keys of the data, and no tracking."""
     check_trainable(arm)
     if isinstance(threads, int):
         arm = arm.with_threads(threads)
+    own: dict[str, Any] = {key.removeprefix("data."): value for key, value in data.items()}
     config = dataclasses.replace(
         arm.config,
         tracking=TrackingConfig(wandb="disabled"),
-        data=dataclasses.replace(arm.config.data, cache=data_cache),
+        data=dataclasses.replace(arm.config.data, **{"cache": None} | own),
     )
+    check_places(config, data, arm.name)
     return dataclasses.replace(arm, config=config)
 
 

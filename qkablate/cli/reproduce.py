@@ -6,17 +6,20 @@ from typing import TYPE_CHECKING
 
 from qkablate.cli.arguments import Parser, check_utf8, convert_value, one_of, whole_number
 from qkablate.compose.configs import open_hydra
-from qkablate.config import KEYS, has_role, no_such_key
+from qkablate.compose.words import parse_values
+from qkablate.config import KEYS, Config, has_role, no_such_key
 from qkablate.errors import UserError, print_stderr, sanitize
-from qkablate.table import print_table, print_text
+from qkablate.table import format_list, print_table, print_text
 
 if TYPE_CHECKING:
     from qkablate.analysis.claims.judgement import Judgement, PartJudgement
     from qkablate.analysis.claims.registry import Registration
     from qkablate.analysis.publication.archive import Archive
     from qkablate.analysis.publication.replication import PartAgreement
+    from qkablate.sweeps.planning.manifest import Manifest
 
 FOLDER = "docs/study/results"
+_PLACES = ("data.path", "data.files", "data.name")  # where a file of the claim is on this machine
 CHECKED = 3  # runs of a claim, unless a number is given
 
 HELP = """qkablate reproduce: train published claims again: do the numbers agree?
@@ -42,7 +45,9 @@ Examples
   qkablate reproduce one_head --check        three of its runs, bit for bit
   qkablate reproduce all --check 1
 
-Keys are those that change no number: out, workers, threads, data.cache.
+Keys are those that change no number: out, workers, threads, data.cache. Of a
+claim about a file, no file of this machine is read but the one that you give:
+data.path=FILE (or data.files, data.name, as the claim has it).
 
 Flags
 {flags}
@@ -122,7 +127,7 @@ def _check_keys(words: list[str]) -> None:
         check_utf8(key, word)
         if key not in KEYS and key != "workers":
             raise UserError(no_such_key(key, [*KEYS, "workers"]))
-        if key != "workers" and not has_role(key, NON_CLAIM_KEYS):
+        if key not in ("workers", *_PLACES) and not has_role(key, NON_CLAIM_KEYS):
             raise UserError(f"{key}: another value would be another claim; leave it out")
 
 
@@ -130,15 +135,16 @@ def _check(registration: "Registration", archive: "Archive", count: int, words: 
     """Train some published runs again, print how they differ, and return the exit code."""
     from qkablate.api.reproduce import check_runs
 
-    caches = [word.partition("=")[2] for word in words if word.startswith("data.cache=")]
-    if others := [word for word in words if not word.startswith("data.cache=")]:
-        raise UserError(f"'{others[0]}': --check takes data.cache alone; the rest is as published")
-    agreements = check_runs(archive, registration, count, caches[-1] if caches else None)
+    given = _parse(words)
+    if others := [key for key in given if key not in ("data.cache", *_PLACES)]:
+        raise UserError(f"{others[0]}: --check takes keys of the data alone; the rest is published")
+    agreements = check_runs(archive, registration, count, given)
     print(f"\n{registration.claim.title}: published runs, trained again")
     rows = []
     for run in agreements:
         differs = "not trained" if run.difference is None else f"{run.difference:.3g}"
-        allowed = f"{run.tolerance:.3g}" if run.reasons else "0, bit for bit"
+        allowed = "not known" if run.tolerance is None else f"{run.tolerance:.3g}"
+        allowed = allowed if run.reasons else "0, bit for bit"
         rows.append([run.name, differs, allowed, "agrees" if run.agrees else "DISAGREES"])
     print_table(["run", "largest difference, nats", "allowed", ""], rows)
     for reason in dict.fromkeys(reason for run in agreements for reason in run.reasons):
@@ -158,6 +164,7 @@ def _reproduce(registration: "Registration", root: str, args: Namespace, words: 
     from qkablate.analysis.publication.replication import (
         check_claim,
         check_config,
+        check_places,
         check_trainable,
         compare_parts,
     )
@@ -174,12 +181,19 @@ def _reproduce(registration: "Registration", root: str, args: Namespace, words: 
         return 1
     for arm in published.study.arms.values():
         check_trainable(arm)
+    given = _parse(words)
     with open_hydra():
         request = reproduction_request(claim, args.seeds or published.n, words)
         options = ["--seeds", str(args.seeds)] if args.seeds else []
         options += ["--from", getattr(args, "from")] if getattr(args, "from") else []
         command = ["reproduce", claim.folder_name, *words, *options]
-        manifest, slots = plan_sweep(request, command, check_config)
+
+        def check(config: Config) -> None:
+            check_config(config)
+            check_places(config, given, "the claim")
+
+        manifest, slots = plan_sweep(request, command, check)
+    _note_other_data(published, manifest)
     code = run_and_print(manifest, slots, request, retry=args.retry is not None)
     if code:
         return code
@@ -191,6 +205,29 @@ def _reproduce(registration: "Registration", root: str, args: Namespace, words: 
     agreements = compare_parts(published, reproduced)
     _print_agreement(published, agreements)
     return int(not agreements or not all(part.agrees for part in agreements))
+
+
+def _parse(words: list[str]) -> dict[str, str]:
+    """Return the values of the user's keys, without quotes."""
+    with open_hydra():
+        parsed = dict(map(parse_values, words))
+    for key, values in parsed.items():
+        if len(values) > 1:
+            raise UserError(f"{key}: give one value")
+    return {key: value for key, (value,) in parsed.items()}
+
+
+def _note_other_data(published: "Judgement", manifest: "Manifest") -> None:
+    """Say which arms are trained on other data than the published ones."""
+    arms = published.study.arms
+    key = "data_fingerprint"
+    pairs = [(name, arm, arms[name]) for name, arm in manifest.arms.items() if name in arms]
+    names = [name for name, own, other in pairs if own.facts.get(key) != other.facts.get(key)]
+    if names:
+        print_stderr(
+            f"qkablate: the data differ from the published ones (another file, or another version"
+            f" of what they are made of): {format_list(names)}"
+        )
 
 
 def _print_agreement(published: "Judgement", agreements: "list[PartAgreement]") -> None:

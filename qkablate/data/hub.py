@@ -18,7 +18,7 @@ from qkablate.errors import UserError, nearest_hint
 
 # Names of published held-out splits.
 _HELD_OUT = {"val": ("validation", "valid", "val", "dev"), "test": ("test",)}
-_READERS = ("text", "json", "csv", "parquet")  # formats of data.files, not data sets
+FILE_FORMATS = ("text", "json", "csv", "parquet")  # formats of data.files, not data sets
 _REMOTE = r"(https?|hf|s3|gs)://"
 _NO_NETWORK = (
     "prepare it where there is one and point data.cache or HF_HOME there, or use data=stdlib"
@@ -51,7 +51,7 @@ def open_splits(config: DataConfig) -> Iterator[tuple[str, Any]]:
 def find_local_files(config: DataConfig) -> list[Path] | None:
     """Return the files of the text if it is on this machine, otherwise None."""
     name, files = os.path.expanduser(config.name or ""), os.path.expanduser(config.files or "")
-    if name in _READERS:
+    if name in FILE_FORMATS:
         if not files:
             raise UserError(f"data.files: data.name={name} needs data.files=FILE, PATTERN or URL")
         if config.subset or config.revision:
@@ -166,7 +166,7 @@ def _load(config: DataConfig, online: bool) -> dict[str, Any]:
     datasets.logging.set_verbosity(datasets.logging.CRITICAL)  # errors are raised as well
     options: dict[str, Any] = {"name": config.subset, "revision": config.revision}
     if config.files is not None:
-        is_path = name in _READERS
+        is_path = name in FILE_FORMATS
         options["data_files"] = os.path.expanduser(config.files) if is_path else config.files
     if name == "text":
         options["sample_by"] = "document"
@@ -233,7 +233,7 @@ def _is_reachable(config: DataConfig) -> bool:
 
     if constants.HF_HUB_OFFLINE:
         return False
-    files = config.files if config.name in _READERS else None
+    files = config.files if config.name in FILE_FORMATS else None
     server = re.search(r"https?://[^/]+", files or "")
     return is_reachable(server[0] if server else constants.ENDPOINT)
 
@@ -242,7 +242,7 @@ def _is_cached(config: DataConfig) -> bool:
     """Return whether HF_HOME may have it, without importing the library, which is slow."""
     import huggingface_hub.constants as constants
 
-    if config.name in _READERS:
+    if config.name in FILE_FORMATS:
         return False
     name = str(config.name)
     prepared = os.environ.get("HF_DATASETS_CACHE") or Path(constants.HF_HOME, "datasets")

@@ -16,11 +16,12 @@ from tests.cli.helpers import GAPS, SIZES, assert_refused
 
 @pytest.fixture
 def published(qkablate, outputs):
-    """Publish the finished claim, whose runs are made up; return where its data are prepared."""
+    """Publish the finished claim, whose runs are made up; return the keys of its data."""
     assert qkablate("publish", "mine", "-o", "shared").code == 0
     claim = json.loads(next(outputs.glob("claims/*/claim.json")).read_text())["claim"]
     shutil.rmtree(outputs)
-    return f"data.cache={Path(claim['words']['data.path']).parent / 'cache'}"
+    path = Path(claim["words"]["data.path"])
+    return [f"data.path={path}", f"data.cache={path.parent / 'cache'}"]
 
 
 @pytest.fixture
@@ -38,7 +39,7 @@ def test_help(qkablate):
 @pytest.mark.parametrize("name", ["mine", "all"])
 def test_equal_truth_agrees(qkablate, published, made_up, name):
     """The runs have seeds that no published run has."""
-    done = qkablate("reproduce", name, "--from", "shared", published)
+    done = qkablate("reproduce", name, "--from", "shared", *published)
     assert done.code == 0, done.err
     line = next(line for line in done.out.splitlines() if line.startswith("within "))
     assert line.count("[") == 3
@@ -55,14 +56,14 @@ def test_equal_truth_agrees(qkablate, published, made_up, name):
 
 def test_other_truth_disagrees(qkablate, published, made_up, monkeypatch):
     monkeypatch.setitem(GAPS, "no_q", 0.2)
-    done = qkablate("reproduce", "mine", "--from", "shared", published, "--seeds", "4")
+    done = qkablate("reproduce", "mine", "--from", "shared", *published, "--seeds", "4")
     assert done.code == 1
     assert re.search(r"(?m)^within .*n = 3 .*n = 4 .*DISAGREES$", done.out)
 
 
 def test_unfinished_reproduction_does_not_pass(qkablate, published, monkeypatch):
     monkeypatch.setattr("qkablate.sweeps.running.launcher.Launcher.run", lambda launcher: 1)
-    done = qkablate("reproduce", "mine", "--from", "shared", published)
+    done = qkablate("reproduce", "mine", "--from", "shared", *published)
     assert done.code == 1
     assert "agrees" not in done.out
 
@@ -79,7 +80,7 @@ def test_claim_without_a_published_verdict_does_not_pass(qkablate, outputs, made
 
 def test_check_finds_runs_that_nobody_has_trained(qkablate, published):
     """The published losses are made up; one run is trained here, and differs."""
-    done = qkablate("reproduce", "mine", "--from", "shared", published, "--check", "1")
+    done = qkablate("reproduce", "mine", "--from", "shared", *published, "--check", "1")
     assert done.code == 1, done.err
     assert re.search(r"(?m)^\S+-d16-h2-s\d+-\w{12} .*DISAGREES$", done.out)
     assert "not bit for bit: cpu None there" in done.out
@@ -87,7 +88,7 @@ def test_check_finds_runs_that_nobody_has_trained(qkablate, published):
 
 def test_check_without_training_does_not_pass(qkablate, published, monkeypatch):
     monkeypatch.setattr("qkablate.sweeps.running.launcher.Launcher.run", lambda launcher: 0)
-    done = qkablate("reproduce", "mine", "--from", "shared", published, "--check", "1")
+    done = qkablate("reproduce", "mine", "--from", "shared", *published, "--check", "1")
     assert done.code == 1
     assert "not trained" in done.out
 
@@ -114,7 +115,7 @@ def test_trained_run_is_repeated_bit_for_bit(qkablate, outputs, monkeypatch):
     assert qkablate("claim", "run", *words).code == 0
     assert qkablate("publish", "mine", "-o", "shared").code == 0
     monkeypatch.setattr("qkablate.api.reproduce.sample_runs", lambda archive, count: [run["id"]])
-    done = qkablate("reproduce", "mine", "--from", "shared", paths[1], "--check", "1")
+    done = qkablate("reproduce", "mine", "--from", "shared", *paths, "--check", "1")
     assert done.code == 0, done.out + done.err
     assert re.search(rf"(?m)^\S+{run['id']} +0  0, bit for bit  agrees$", done.out)
 
@@ -129,7 +130,10 @@ def test_mistakes_are_one_line(qkablate, published):
         (["mine", *shared, "stepz=3"], "stepz"),
         (["mine", *shared, "--check", "0"], "--check: '0' is not a whole number from 1"),
         (["mine", *shared, "--check", "--seeds", "4"], "--seeds has no meaning with --check"),
-        (["mine", *shared, "--check", "workers=2"], "--check takes data.cache alone"),
+        (
+            ["mine", *shared, "--check", "workers=2"],
+            "workers: --check takes keys of",
+        ),
     ):
         assert_refused(qkablate("reproduce", *words), message)
 
@@ -161,11 +165,31 @@ def test_claim_of_a_stranger_runs_no_code_and_sets_no_key_of_the_machine(
     claim = from_json(Claim, content | {"source": archive.registration["source"]})
     archive.registration["hash"] = claim.hash
     archive.write(Path("hostile"))
-    done = qkablate("reproduce", "mine", "--from", "hostile", published)
+    done = qkablate("reproduce", "mine", "--from", "hostile", *published)
     assert_refused(done, message)
     assert not Path("ran").exists()
     assert not Path("outputs/sweeps").exists()
     assert not Path("elsewhere").exists()
+
+
+@pytest.mark.parametrize("words", [[], ["--check", "1"]], ids=["all", "check"])
+def test_files_of_the_author_are_not_read(qkablate, published, made_up, words):
+    """The claim names a file of this machine that exists, and only the user may name it."""
+    path, cache = published
+    done = qkablate("reproduce", "mine", "--from", "shared", cache, *words)
+    assert_refused(done, path, "give your own copy: data.path=FILE")
+    assert not Path("outputs/runs").exists()
+
+
+def test_other_data_are_named(qkablate, published, made_up, tmp_path):
+    """The user's copy has another content: it is trained on, and the difference is said."""
+    (tmp_path / "mine.txt").write_text("the dog sat on the log, ähnlich ∑\n" * 200)
+    given = [f"data.path={tmp_path}/mine.txt", f"data.cache={tmp_path}/own"]
+    done = qkablate("reproduce", "mine", "--from", "shared", *given)
+    assert "the data differ from the published ones" in done.err
+    assert "no_q-d16-h2" in done.err
+    done = qkablate("reproduce", "mine", "--from", "shared", *published)
+    assert "differ" not in done.err
 
 
 @pytest.mark.parametrize(("words", "expected"), [([], False), (["--retry", "failed"], True)])
@@ -179,12 +203,12 @@ def test_failed_runs_are_trained_again_on_request(
         return 1
 
     monkeypatch.setattr("qkablate.cli.launch.run_and_print", run_and_print)
-    assert qkablate("reproduce", "mine", "--from", "shared", published, *words).code == 1
+    assert qkablate("reproduce", "mine", "--from", "shared", *published, *words).code == 1
     assert asked == [expected]
 
 
 @pytest.mark.parametrize("code", [130, 143])
 def test_check_that_a_signal_stops_tells_which(qkablate, published, monkeypatch, code):
     monkeypatch.setattr("qkablate.sweeps.running.launcher.Launcher.run", lambda launcher: code)
-    words = ["--from", "shared", published, "--check", "1"]
+    words = ["--from", "shared", *published, "--check", "1"]
     assert qkablate("reproduce", "mine", *words).code == code

@@ -16,7 +16,9 @@ from qkablate.analysis.publication.encoding import Fields
 from qkablate.analysis.publication.publish import document_group
 from qkablate.analysis.stats import ALPHA, Interval, Sample
 from qkablate.config import KEYS, Config, config_names, no_such_key
-from qkablate.errors import UserError
+from qkablate.config.data import DataConfig
+from qkablate.data.hub import FILE_FORMATS
+from qkablate.errors import UserError, sanitize
 from qkablate.sweeps.planning.manifest import Arm
 
 # Standard deviations of the difference of two runs with other rounding, within which they agree.
@@ -98,6 +100,26 @@ def check_config(config: Config, name: str = "an arm of the claim") -> None:
         raise UserError(f"{name} begins from another run, which is not published")
 
 
+def check_places(config: Config, given: Mapping[str, str], name: str) -> None:
+    """Raise UserError if an arm reads a file of its author's machine, not one that is given."""
+    for key, value in places(config.data).items():
+        if given.get(key) != value:
+            raise UserError(
+                f"{name} reads {key}={sanitize(value)}, a file of its author's, which is not"
+                f" published with its runs; give your own copy: {key}=FILE"
+            )
+
+
+def places(data: DataConfig) -> dict[str, str]:
+    """Return the keys that name files or folders of a machine, with their values."""
+    found = {"data.path": data.path}
+    if data.name in FILE_FORMATS:
+        found["data.files"] = data.files
+    elif data.name is not None and data.name.startswith((".", "/", "~")):
+        found["data.name"] = data.name
+    return {key: value for key, value in found.items() if value is not None}
+
+
 def check_claim(claim: Claim) -> None:
     """Raise UserError for a published claim with keys that no claim of the user's own may set.
 
@@ -122,12 +144,14 @@ class RunAgreement:
     id: str
     name: str
     difference: float | None  # the largest of its losses; None: it was not trained, or has failed
-    tolerance: float  # 0: bit for bit
+    tolerance: float | None  # 0: bit for bit; None: not known
     reasons: tuple[str, ...]  # why they need not be equal bit for bit
 
     @property
     def agrees(self) -> bool:
-        return self.difference is not None and self.difference <= self.tolerance
+        if self.difference is None or self.tolerance is None:
+            return False
+        return self.difference <= self.tolerance
 
 
 def compare_run(
@@ -156,7 +180,8 @@ def compare_run(
     difference = None
     if result is not None and result.get("status") == "done":
         difference = _largest_difference(run["result"]["loss"], result["loss"])
-    tolerance = _TOLERANCE * (_seed_spread(archive, run) if reasons else 0.0)
+    spread = _seed_spread(archive, run) if reasons else 0.0
+    tolerance = None if spread is None else _TOLERANCE * spread
     return RunAgreement(id, name, difference, tolerance, reasons)
 
 
@@ -168,11 +193,13 @@ def _largest_difference(published: Fields, own: object) -> float:
     return max((abs(a - b) for a, b in pairs if a is not None and b is not None), default=math.inf)
 
 
-def _seed_spread(archive: Archive, run: Fields) -> float:
-    """Return the deviation between seeds of the run's arm, or the median of all; 0: unknown."""
+def _seed_spread(archive: Archive, run: Fields) -> float | None:
+    """Return the deviation between seeds of the run's arm, or the median of all; None: unknown."""
     losses: dict[str, list[float]] = {}
     for other in archive.runs.values():
         if not other["tuning"] and other["result"]["status"] == "done":
             losses.setdefault(document_group(other), []).append(other["result"]["loss"]["val"])
     spreads = {group: statistics.stdev(own) for group, own in losses.items() if len(own) > 1}
-    return spreads.get(document_group(run)) or statistics.median([*spreads.values()] or [0.0])
+    if own := spreads.get(document_group(run)):
+        return own
+    return statistics.median(spreads.values()) if spreads else None

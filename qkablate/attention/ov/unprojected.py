@@ -70,6 +70,7 @@ class NoV(_SliceOV):
 
     def set_nearest_(self, m_HDD: Tensor, moments: Moments) -> None:
         """Predict the output from the slice alone, by least squares."""
+        assert moments.z_HDD is not None
         self._set_rows_(fit_slices(moments.z_HDD, m_HDD, self.width))
 
     def _set_rows_(self, rows_HKD: Tensor) -> None:

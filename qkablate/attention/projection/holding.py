@@ -307,6 +307,7 @@ class _Outputs(_Side):
             right_HDV = right_HDV if right_HDR is None else right_HDR.mT @ right_HDV
             goal_HDD = left_HDV @ right_HDV.mT
         if left_HDP is not None:
+            assert z_HDD is not None
             z_HDD = left_HDP.mT @ z_HDD @ left_HDP
         # Values are of the keys' stream.
         spec = replace(self.spec, d_model=goal_HDD.shape[2], d_source=goal_HDD.shape[1])

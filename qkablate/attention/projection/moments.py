@@ -20,7 +20,7 @@ class Moments:
     """
 
     x_LL: Tensor  # of the queries' stream with a 1
-    z_HDD: Tensor  # of each head's averages of the keys' stream
+    z_HDD: Tensor | None  # of each head's averages of the keys' stream; None: outputs are kept
     y_LL: Tensor | None = None  # of the keys' stream with a 1; None: it is the queries'
 
     def key_covariance(self) -> Tensor:
@@ -35,6 +35,7 @@ class Moments:
 
     def output_power(self, m_HDD: Tensor) -> Tensor:
         """Return the mean square of each head's output."""
+        assert self.z_HDD is not None
         return ((self.z_HDD @ m_HDD) * m_HDD).sum((1, 2))
 
 

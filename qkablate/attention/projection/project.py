@@ -64,12 +64,18 @@ def distance(first: QK, second: QK) -> Tensor:
 
 
 @torch.no_grad()
-def collect_moments(layers: Sequence[Attention], read: Callable[[], object]) -> list[Moments]:
-    """Return the moments of what these layers read while `read` runs the model."""
+def collect_moments(
+    layers: Sequence[Attention], read: Callable[[], object], *, averages: bool = True
+) -> list[Moments]:
+    """Return the moments of what these layers read while `read` runs the model.
+
+    Those of the heads' averages, by far the most expensive, can be left out.
+    """
     sums: dict[Attention, list[Tensor]] = {}
 
     def add(layer: Attention, inputs: tuple[Tensor, ...], options: dict[str, Any]) -> None:
-        sums[layer] = _add_moments(sums.get(layer), layer, inputs, options.get("causal", True))
+        causal = options.get("causal", True)
+        sums[layer] = _add_moments(sums.get(layer), layer, inputs, causal, averages)
 
     hooks = [layer.register_forward_pre_hook(add, with_kwargs=True) for layer in layers]
     try:
@@ -83,29 +89,42 @@ def collect_moments(layers: Sequence[Attention], read: Callable[[], object]) -> 
 @torch.no_grad()
 def compute_moments(layer: Attention, streams: tuple[Tensor, ...], *, causal: bool) -> Moments:
     """Return the moments of one layer, given the streams that it reads."""
-    return _mean_moments(_add_moments(None, layer, streams, causal))
+    return _mean_moments(_add_moments(None, layer, streams, causal, averages=True))
 
 
 def _add_moments(
-    sums: list[Tensor] | None, layer: Attention, streams: tuple[Tensor, ...], causal: bool
+    sums: list[Tensor] | None,
+    layer: Attention,
+    streams: tuple[Tensor, ...],
+    causal: bool,
+    averages: bool,
 ) -> list[Tensor]:
     """Return the sums of the products and their numbers, with those of more sequences."""
     # One sequence at a time: the softmax of each head is T × S.
     for x_1TD, *source in zip(*(stream.split(1) for stream in streams), strict=True):
         (y_1SD,) = source or [x_1TD]
-        z_HTD = (layer.weights(x_1TD, *source, causal=causal) @ y_1SD.unsqueeze(1))[0].double()
-        x_TL, y_SL = (pad(x[0].double(), (0, 1), value=1.0) for x in (x_1TD, y_1SD))
-        new = [x_TL.mT @ x_TL, z_HTD.mT @ z_HTD, torch.tensor(len(x_TL))]
-        new += [y_SL.mT @ y_SL, torch.tensor(len(y_SL))]
+        new = _sum_products(x_1TD)
+        new += _sum_products(y_1SD) if source else new
+        if averages:
+            z_HTD = layer.weights(x_1TD, *source, causal=causal) @ y_1SD.unsqueeze(1)
+            z_HTD = z_HTD[0].double()
+            new.append(z_HTD.mT @ z_HTD)
         old = sums or [torch.zeros_like(value) for value in new]
         sums = [a + b for a, b in zip(old, new, strict=True)]
     assert sums is not None
     return sums
 
 
+def _sum_products(x_1TD: Tensor) -> list[Tensor]:
+    """Return the sum of the outer products of the positions of a stream, and their number."""
+    x_TL = pad(x_1TD[0].double(), (0, 1), value=1.0)
+    return [x_TL.mT @ x_TL, torch.tensor(len(x_TL))]
+
+
 def _mean_moments(sums: list[Tensor]) -> Moments:
-    x, z, queries, y, keys = sums
-    return Moments(regularize(x / queries), regularize(z / queries), regularize(y / keys))
+    x_LL, queries, y_LL, keys, *averages = sums
+    z_HDD = regularize(averages[0] / queries) if averages else None
+    return Moments(regularize(x_LL / queries), z_HDD, regularize(y_LL / keys))
 
 
 @torch.no_grad()
@@ -148,6 +167,22 @@ def is_same_form(source: Attention, target: Attention) -> bool:
     return has_same_scores(source, target) and is_same_circuit(source.ov, target.ov)
 
 
+def has_same_outputs(source: Attention, target: Attention) -> bool:
+    """Return whether the parameters of the outputs mean the same in both layers."""
+    # Values that are keys are the same only where the keys are.
+    same_values = target.ov.cached not in ("k", "c") or has_same_scores(source, target)
+    return is_same_circuit(source.ov, target.ov) and same_values
+
+
+def needs_averages(source: Attention, target: Attention) -> bool:
+    """Return whether the projection weights errors by what the heads write."""
+    return not has_same_outputs(source, target) or _has_slices(target)
+
+
+def _has_slices(layer: Attention) -> bool:
+    return any(circuit.has_head_slices for circuit in (layer.qk, layer.ov))
+
+
 def has_same_scores(source: Attention, target: Attention) -> bool:
     """Return whether the parameters of the scores mean the same in both layers."""
     widths = {layer.rope_dims.width if layer.rope_dims else 0 for layer in (source, target)}
@@ -178,8 +213,7 @@ def assign_heads(source: Attention, target: Attention, moments: Moments) -> list
     heads = list(range(source.qk.spec.heads))
     circuits = (target.qk, target.ov)
     fixed = source.position == "alibi" or any("groups" in circuit.uses for circuit in circuits)
-    is_sliced = any(circuit.has_head_slices for circuit in circuits)
-    if fixed or not is_sliced or source.no_circuit_reason or target.no_circuit_reason:
+    if fixed or not _has_slices(target) or source.no_circuit_reason or target.no_circuit_reason:
         return heads
     cost_HP = torch.zeros(len(heads), len(heads), dtype=torch.float64)
     for shift in heads:
@@ -241,15 +275,14 @@ def set_output_(
     source: Attention, target: Attention, heads: list[int], moments: Moments | None = None
 ) -> HeadErrors:
     """Do the same for the outputs; biases hold what biases write."""
-    # Values that are keys are the same only where the keys are.
-    same_values = target.ov.cached not in ("k", "c") or has_same_scores(source, target)
-    if is_same_circuit(source.ov, target.ov) and heads == sorted(heads) and same_values:
+    if has_same_outputs(source, target) and heads == sorted(heads):
         target.ov.load_state_dict(source.ov.state_dict())
         return torch.zeros(1), torch.zeros(1)
     goal_HDD = source.ov.circuit(source.qk)[heads]
     if moments is None:
         target.ov.set_circuit_(goal_HDD)
     else:
+        assert moments.z_HDD is not None
         moments = replace(moments, z_HDD=moments.z_HDD[heads])
         target.ov.set_nearest_(goal_HDD, moments)
     target.ov.set_output_bias_(source.ov.output_bias(source.qk))

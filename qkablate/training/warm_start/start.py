@@ -15,6 +15,7 @@ from qkablate.attention.projection.project import (
     collect_moments,
     find_obstacle,
     is_same_form,
+    needs_averages,
     project_layer,
 )
 from qkablate.config import (
@@ -146,7 +147,10 @@ def project_parent(parent: Model, model: Model, config: Config, data: Data) -> l
         hardware.configure_process(config)
         if all(is_same_form(*pair) for pair in pairs):
             return [project_layer(*pair, None) for pair in pairs]
-        moments = collect_moments(sources, lambda: _read_batches(parent, config, data))
+        averages = any(needs_averages(*pair) for pair in pairs)
+        moments = collect_moments(
+            sources, lambda: _read_batches(parent, config, data), averages=averages
+        )
         return [project_layer(*pair, m) for pair, m in zip(pairs, moments, strict=True)]
 
 

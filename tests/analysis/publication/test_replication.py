@@ -1,6 +1,7 @@
 """Agreement of published numbers with others: what is not known agrees with nothing."""
 
 import math
+import re
 from types import SimpleNamespace
 
 import numpy as np
@@ -8,12 +9,14 @@ import pytest
 
 from qkablate.analysis.claims.samples import Exact, Median
 from qkablate.analysis.publication.replication import (
+    check_places,
     check_trainable,
     compare_parts,
     compare_run,
     sample_runs,
 )
 from qkablate.analysis.stats import Sample
+from qkablate.config import Config, DataConfig
 from qkablate.errors import UserError
 from tests.analysis.publication.made_up import make_archive, make_run
 
@@ -107,7 +110,8 @@ def test_other_machine_may_differ_as_seeds_do():
     assert run.agrees
     assert run.reasons == ("cpu fast there, other here",)
     assert not compare(2.0, 3.0, cpu="other", others=(2.1, 2.2)).agrees
-    assert not compare(2.0, 2.25, cpu="other").agrees  # a single run has no spread
+    alone = compare(2.0, 2.0, cpu="other")  # a single run has no spread
+    assert (alone.difference, alone.tolerance, alone.agrees) == (0, None, False)
     assert compare(2.0, 2.0, threads=2).reasons == ("threads 1 there, 2 here",)
 
 
@@ -130,6 +134,33 @@ def test_sample_of_runs_is_of_those_that_are_done():
     assert sample_runs(archive, 20) == sample_runs(make_archive(dict(reversed(runs.items()))), 20)
     assert {*sample_runs(archive, 20)} == runs.keys() - {"bad"}
     assert len(sample_runs(archive, 2)) == 2
+
+
+@pytest.mark.parametrize(
+    ("settings", "key"),
+    [
+        ({"source": "text", "path": "/home/them/book.txt"}, "data.path"),
+        ({"source": "pairs", "path": "pairs.tsv"}, "data.path"),
+        ({"source": "hub", "name": "json", "files": "/home/them/*.json"}, "data.files"),
+        ({"source": "hub", "name": "text", "files": "https://example.org/x"}, "data.files"),
+        ({"source": "hub", "name": "~/data"}, "data.name"),
+        ({"source": "hub", "name": "./data"}, "data.name"),
+    ],
+    ids=str,
+)
+def test_files_of_others_are_not_read(settings, key):
+    config = Config(data=DataConfig(**settings))
+    value = settings[key.removeprefix("data.")]
+    with pytest.raises(UserError, match=f"an arm reads {re.escape(f'{key}={value}')}, a file"):
+        check_places(config, {}, "an arm")
+    with pytest.raises(UserError, match="give your own copy"):
+        check_places(config, {key: "other"}, "an arm")
+    check_places(config, {key: value}, "an arm")
+
+
+def test_data_of_the_hub_and_tasks_are_read():
+    for settings in ({}, {"source": "hub", "name": "a/b", "files": "x/*.json"}, {"source": "copy"}):
+        check_places(Config(data=DataConfig(**settings)), {}, "an arm")
 
 
 def test_code_of_others_is_not_run():

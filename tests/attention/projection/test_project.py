@@ -13,6 +13,7 @@ from qkablate.attention.projection.project import (
     assign_heads,
     collect_moments,
     find_obstacle,
+    needs_averages,
     project_layer,
     scaled_circuit,
     set_output_,
@@ -269,6 +270,29 @@ def test_collecting_moments_changes_nothing():
     assert not layer._forward_pre_hooks
     (halves,) = collect_moments([layer], lambda: [layer(part) for part in x.split(7)])
     assert_close(halves.x_LL, moments.x_LL)
+
+
+@pytest.mark.parametrize("qk", sorted(QK_CIRCUITS))
+@pytest.mark.parametrize("ov", sorted(OV_CIRCUITS))
+def test_moments_without_averages_suffice_where_they_are_not_needed(qk, ov):
+    """They are left out where the weights and the losses are the same bits without them."""
+    source = random_layer("separate")
+    try:
+        target = random_layer(qk, ov)
+    except UnsupportedCombination:
+        pytest.skip("no such layer")
+    if find_obstacle(source, target):
+        pytest.skip("cannot be projected")
+    x = anisotropic_stream()
+    (without,) = collect_moments([source], lambda: source(x), averages=False)
+    if needs_averages(source, target):
+        with pytest.raises(AssertionError):
+            project_layer(source, target, without)
+        return
+    loss = project_layer(source, target, moments_of(source))
+    weights = {name: value.clone() for name, value in target.state_dict().items()}
+    assert project_layer(source, target, without) == loss
+    assert all(torch.equal(weights[name], value) for name, value in target.state_dict().items())
 
 
 def test_moments_of_cross_attention_are_those_of_two_streams():
