@@ -5,7 +5,9 @@ from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from qkablate.analysis.claims.registry import Registration
 from qkablate.analysis.comparison.summary import GapSummary, describe_study
+from qkablate.analysis.publication.unpack import open_archives, unpacked_claims
 from qkablate.analysis.study.loss_curves import read_rows
 from qkablate.analysis.study.standalone_runs import read_standalone_runs
 from qkablate.analysis.study.study import Record, Study, read_study
@@ -35,7 +37,8 @@ _NOT_FINITE = {"nan", "inf", "-inf"}  # as JSON has them
 def load_runs(folders: Folders = "outputs") -> list[Record]:
     """Return the runs in some folders: of all outputs, of a sweep, or of one run each.
 
-    A sweep in outputs may be named as in `load_sweep`, too.
+    A sweep in outputs may be named as in `load_sweep`, too. Published runs, as those of
+    docs/study/results, are read from their archive or its folder.
 
     >>> [run.test for run in load_runs("outputs") if run.status == "done"]
     """
@@ -43,7 +46,9 @@ def load_runs(folders: Folders = "outputs") -> list[Record]:
     records: list[Record] = []
     alone: list[Path] = []
     for folder in map(_find_folder, several):
-        if (folder / MANIFEST_FILE).is_file():
+        if unpacked := open_archives(folder):
+            records += [run for claim in unpacked_claims(unpacked) for run in _read_claim(claim)]
+        elif (folder / MANIFEST_FILE).is_file():
             records += read_study(folder).all_records
         elif (folder / "runs").is_dir():
             alone += sorted(path.parent for path in folder.glob("runs/*/config.yaml"))
@@ -58,6 +63,12 @@ def load_runs(folders: Folders = "outputs") -> list[Record]:
     for reason in study.unread:
         print_stderr(f"qkablate: skipped: {reason}")
     return [*records, *study.all_records]
+
+
+def _read_claim(claim: Registration) -> list[Record]:
+    """Return the runs of all looks of a claim, each once."""
+    records = [run for sweep in claim.sweeps.values() for run in read_study(sweep).all_records]
+    return [*{record.run.id: record for record in records}.values()]
 
 
 def _find_folder(name: str | Path) -> Path:

@@ -77,10 +77,21 @@ def sweep(*unnamed: Never, retry_failed: bool = False, **keys: Any) -> "Study":
 def load_sweep(name: str | Path | None = None, out: str | Path = "outputs") -> "Study":
     """Read a sweep, given as a folder or by the beginning of its name; the default is the newest.
 
+    The archive of a published claim is read, too.
+
     >>> study = load_sweep("quick")
     """
+    from qkablate.analysis.publication.unpack import open_archives, unpacked_claims
     from qkablate.analysis.study.study import read_study
 
+    if name is not None and (unpacked := open_archives(name)):
+        claims = unpacked_claims(unpacked)
+        if len(claims) > 1:
+            names = ", ".join(claim.claim.folder_name for claim in claims)
+            raise UserError(
+                f"'{name}' holds {len(claims)} claims; give the archive of one: {names}"
+            )
+        return read_study([*claims[0].sweeps.values()][-1])
     return read_study(find_sweep(None if name is None else str(name), str(out)))
 
 

@@ -47,7 +47,7 @@ Verdicts
   MIXED         this holds for some of the parts only
   UNDERPOWERED  none of these; the number of seeds that would decide is shown
   INCOMPLETE    some runs have not ended
-A verdict holds `unless one run in k is left behind` if failures of training
+A verdict holds `unless one run in k is an outlier` if failures of training
 that are too rare for these seeds to exclude would overturn it. It is
 `exploratory` if seeds were added beyond the declared ones, or if the claim was
 edited after runs of it. It holds `at these rates` or `on these documents` if
@@ -241,7 +241,7 @@ def _format_row(row: dict[str, Any]) -> list[str]:
 def _summarize(judgement: "Judgement") -> str:
     from qkablate.analysis.comparison.audit import MARKS, worst_state
 
-    label = ", unless a run is left behind" if judgement.unless else ""
+    label = ", barring outliers" if judgement.unless else ""
     label += ", exploratory" if judgement.exploratory else ""
     mark = MARKS[worst_state([check for part in judgement.parts for check in part.checks])]
     verdict = f"{judgement.headline} {mark}".rstrip()

@@ -114,6 +114,9 @@ def _find_source(word: str, out: str, kinds: Collection[str]) -> tuple[str, Path
         has_id and os.path.isdir(folder)
     ):
         return "run", Path(folder)  # just started, or damaged: the report will say so
-    if word.endswith((".yaml", ".yml")):  # a claim of one's own is named as its file
-        word = Path(word).stem
-    return find_by_name(word, out, kinds)
+    return find_by_name(claim_name(word), out, kinds)
+
+
+def claim_name(word: str) -> str:
+    """Return the name of a claim that is given by its file, which has its name."""
+    return Path(word).stem if word.endswith((".yaml", ".yml")) else word

@@ -4,7 +4,7 @@ import os
 from pathlib import Path
 
 from qkablate.cli.arguments import Parser, take_out
-from qkablate.cli.names import find_by_name
+from qkablate.cli.names import claim_name, find_by_name
 from qkablate.errors import UserError
 from qkablate.table import format_bytes, format_count, print_next_commands, print_text
 
@@ -61,7 +61,7 @@ def main(argv: list[str]) -> int:
     from qkablate.analysis.publication.publish import publish
 
     named = []
-    for word in words:
+    for word in map(claim_name, words):
         if word in registered_names(out):
             named += find_registrations(out, word)
         else:

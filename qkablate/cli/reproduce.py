@@ -5,6 +5,7 @@ from argparse import Namespace
 from typing import TYPE_CHECKING
 
 from qkablate.cli.arguments import Parser, check_utf8, convert_value, one_of, whole_number
+from qkablate.cli.names import claim_name
 from qkablate.compose.configs import open_hydra
 from qkablate.compose.words import parse_values
 from qkablate.config import KEYS, Config, has_role, no_such_key
@@ -81,6 +82,7 @@ def main(argv: list[str]) -> int:
     words = [word for word in given if "=" in word]
     if len(names) != 1:
         raise UserError("give one claim, or all: qkablate reproduce NAME")
+    name = claim_name(names[0])
     if count is not None and args.seeds is not None:
         raise UserError("--seeds has no meaning with --check: the runs have the published seeds")
     if count is not None and args.retry is not None:
@@ -99,11 +101,11 @@ def main(argv: list[str]) -> int:
     claims = [
         (registration, archives[registration.claim.folder_name])
         for registration in unpacked_claims(root)
-        if names[0] in ("all", registration.claim.name, registration.claim.folder_name)
+        if name in ("all", registration.claim.name, registration.claim.folder_name)
     ]
     if not claims:
         known = ", ".join(sorted({archive.rsplit("-", 2)[0] for archive in archives}))
-        raise UserError(f"'{folder}' has no runs of '{sanitize(names[0])}'; it has {known}")
+        raise UserError(f"'{folder}' has no runs of '{sanitize(name)}'; it has {known}")
     codes = []
     for registration, archive in claims:
         try:

@@ -52,7 +52,20 @@ class Section:
 
     @property
     def variants(self) -> tuple[str, ...]:
-        return tuple(dict.fromkeys(entry.arm.variant for entry in self.study.entries))
+        """What has a style: the variants, and arms that differ from a baseline of their variant."""
+        return tuple(dict.fromkeys(self.style_names.values()))
+
+    @cached_property
+    def style_names(self) -> dict[str, str]:
+        """What each arm is drawn as: its variant, with its settings if its baseline has it, too."""
+        names = {entry.name: entry.arm.variant for entry in self.study.entries}
+        for family in self.families:
+            variant, own = family.baseline.arm.variant, _split_name(family.baseline)
+            for arm in (gap.arm for gap in family.gaps):
+                if arm.arm.variant == variant:
+                    more = "".join(part for part in _split_name(arm) if part not in own)
+                    names[arm.name] = f"{variant} {more.strip('- ')}".strip()
+        return names
 
     @cached_property
     def entries(self) -> dict[str, Entry]:
@@ -61,12 +74,7 @@ class Section:
     @cached_property
     def labels(self) -> dict[str, str]:
         """Names of the arms without what all of them share: no_q of no_q-d64-h4 at one size."""
-        parts = {  # with the separators before them; 1e-3 is one part
-            entry.name: re.split(
-                r"(?=(?<!\de)-)|(?= lr )", entry.name.removeprefix(entry.arm.variant)
-            )
-            for entry in self.study.entries
-        }
+        parts = {entry.name: _split_name(entry) for entry in self.study.entries}
         shared = set.intersection(*map(set, parts.values())) if len(parts) > 1 else set()
         labels = {
             name: self.entries[name].arm.variant + "".join(p for p in own if p not in shared)
@@ -130,6 +138,12 @@ class Section:
         counts = Counter(record.status for record in self.study.all_records)
         counts["waiting"] += max(0, self.study.expected - counts.total())
         return +counts
+
+
+def _split_name(entry: Entry) -> list[str]:
+    """Return the parts of an arm's name after its variant, each with the separator before it."""
+    name = entry.name.removeprefix(entry.arm.variant)
+    return re.split(r"(?=(?<!\de)-)|(?= lr )", name)  # 1e-3 is one part
 
 
 def share_styles(sections: Sequence[Section]) -> list[Section]:

@@ -14,7 +14,7 @@ from scipy import special, stats
 
 from qkablate.analysis.claims.verdict import KINDS
 from qkablate.analysis.comparison.decision import Verdict
-from qkablate.analysis.left_behind import TYPICAL_SIZE
+from qkablate.analysis.outliers import TYPICAL_SIZE
 from qkablate.analysis.stats import ALPHA
 from tests.analysis.references import TTests
 from tests.sweeps.planning import tuning_simulation
@@ -22,7 +22,7 @@ from tests.sweeps.planning import tuning_simulation
 STUDIES = 4_000
 MARGIN = 0.01  # nats
 SD = 0.012
-SIZE, FREQUENCY = 0.12, 1 / 8  # nats by which runs are left behind, and how often
+SIZE, FREQUENCY = 0.12, 1 / 8  # distance of outliers in nats, and how often they are
 Draw = Callable[[np.random.Generator, tuple[int, int]], np.ndarray]
 
 
@@ -43,11 +43,11 @@ SHAPES: dict[str, Draw] = {
         random.normal(size=size) * np.exp(0.7 * random.normal(size=size) - 0.49)
     ),
 }
-# Normal noise, and runs of the arm, of the baseline or of both that are left behind.
+# Normal noise, and outliers among the runs of the arm, of the baseline or of both.
 FAILING = {
-    "arm left behind": (True, False),
-    "baseline left behind": (False, True),
-    "both left behind": (True, True),
+    "arm outliers": (True, False),
+    "baseline outliers": (False, True),
+    "both outliers": (True, True),
 }
 WORLDS = (*SHAPES, *FAILING)
 
@@ -56,7 +56,9 @@ class Studies(NamedTuple):
     """Gaps of many studies, and the failures that are seen in their losses."""
 
     tests: TTests  # of the gaps
-    failed_S: tuple[np.ndarray, np.ndarray]  # runs of the arm, and of the baseline, left behind
+    failed_S: tuple[
+        np.ndarray, np.ndarray
+    ]  # runs of the arm, and of the baseline, that are outliers
     size_S: np.ndarray  # of the failures, nats
 
     def is_below(self, bound: float | np.ndarray, alpha: float = ALPHA) -> np.ndarray:
@@ -82,7 +84,7 @@ class Studies(NamedTuple):
     def words(self, kind: str, *, guard: bool) -> np.ndarray:
         """Return the verdict of a claim with one part of this kind.
 
-        With the guard a verdict that holds "unless one run in k is left behind" is UNDERPOWERED.
+        With the guard a verdict that holds "unless one run in k is an outlier" is UNDERPOWERED.
         """
         words_S = self._words(kind, [0.0, 0.0])
         if not guard:
@@ -128,7 +130,7 @@ def draw_losses(
 
 
 def draw(world: str, truth: float, n: int, studies: int, seed: int = 0) -> Studies:
-    """Draw studies, and find the runs left behind as the analysis does."""
+    """Draw studies, and find the outliers as the analysis does."""
     losses = draw_losses(world, truth, n, studies, seed)
     failed_S, size_S = [], np.full(studies, TYPICAL_SIZE)
     for losses_SN in losses:

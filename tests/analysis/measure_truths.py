@@ -14,7 +14,7 @@ from qkablate.analysis.claims.measures import MEASURES, Unit, log_tokens_ratio, 
 from qkablate.analysis.claims.samples import Course, Exact, Median
 from qkablate.analysis.claims.verdict import Part, judge_parts
 from qkablate.analysis.comparison.decision import Verdict
-from qkablate.analysis.left_behind import FailureRisk
+from qkablate.analysis.outliers import FailureRisk
 from qkablate.analysis.stats import Sample
 from tests.analysis.hidden_truths import is_false
 

@@ -9,7 +9,7 @@ import pytest
 
 from qkablate.analysis.claims.verdict import KINDS, Part, judge_parts
 from qkablate.analysis.comparison.decision import Verdict
-from qkablate.analysis.left_behind import measure_risks
+from qkablate.analysis.outliers import measure_risks
 from qkablate.analysis.stats import Sample
 from tests.analysis import hidden_truths
 from tests.analysis.hidden_truths import MARGIN, SHAPES, WORLDS, draw, draw_losses, measure
@@ -17,7 +17,7 @@ from tests.sweeps.planning import tuning_simulation
 
 STUDIES = 1_000
 SLACK = 3 * math.sqrt(0.05 * 0.95 / STUDIES)
-ONE_SIDED = ("arm left behind", "baseline left behind")
+ONE_SIDED = ("arm outliers", "baseline outliers")
 
 
 @pytest.mark.parametrize("kind", KINDS)

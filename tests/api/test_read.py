@@ -2,13 +2,16 @@
 
 import re
 import shutil
+from pathlib import Path
 
 import pytest
 
 import qkablate as api
+from qkablate.analysis.publication.archive import read_archive
 from tests.api.helpers import as_keys
 from tests.conftest import TINY
 
+PUBLISHED = Path(__file__).parents[2] / "docs" / "study" / "results"
 COLUMNS = [
     *("run", "arm", "variant", "d_model", "heads", "seed", "lr"),
     *("step", "tokens", "metric", "value"),
@@ -39,6 +42,24 @@ def test_runs_are_found_in_outputs_and_by_folder(two, tmp_path, monkeypatch):
     assert sorted(run.run.id for run in api.load_runs()) == sorted(ids)  # outputs
     assert [run.run.id for run in api.load_runs(two[1].folder)] == ids[1:]
     assert {run.run.id for run in api.load_runs([run.folder for run in two])} == {*ids}
+
+
+def test_published_runs_are_read_from_archives(tmp_path):
+    """One claim, or all of a folder, each run once."""
+    paths = sorted(PUBLISHED.glob("*.json.gz"))
+    assert len(paths) > 1
+    runs = api.load_runs(paths[0])
+    assert {*(run.run.id for run in runs)} == {*read_archive(paths[0]).runs}
+    assert len({run.run.id for run in runs}) == len(runs)
+    assert len(api.load_runs(PUBLISHED)) > len(runs)
+    study = api.load_sweep(paths[0])
+    assert {run.run.id for run in study.all_records} <= {run.run.id for run in runs}
+    assert study.is_complete
+    assert api.gaps(study)
+    with pytest.raises(
+        api.UserError, match=rf"holds {len(paths)} claims; give .*{paths[0].name[:9]}"
+    ):
+        api.load_sweep(PUBLISHED)
 
 
 def test_another_folder_is_rejected(tmp_path):

@@ -80,7 +80,7 @@ def test_archives_are_read_as_the_runs_are(qkablate, published, outputs):
 
 def test_publishing_again_changes_no_byte(qkablate, published):
     before = {path.name: path.read_bytes() for path in published.iterdir()}
-    done = qkablate("publish", "mine", "-o", "shared")
+    done = qkablate("publish", "claims/mine.yaml", "-o", "shared")
     assert "9 runs, 0 of them new" in done.out
     assert {path.name: path.read_bytes() for path in published.iterdir()} == before
 

@@ -36,7 +36,7 @@ def test_help(qkablate):
         assert text in done.out
 
 
-@pytest.mark.parametrize("name", ["mine", "all"])
+@pytest.mark.parametrize("name", ["mine", "mine.yaml", "all"])
 def test_equal_truth_agrees(qkablate, published, made_up, name):
     """The runs have seeds that no published run has."""
     done = qkablate("reproduce", name, "--from", "shared", *published)

@@ -29,7 +29,7 @@ from qkablate.analysis.comparison.curves import slope_weights
 from qkablate.analysis.comparison.decision import Verdict
 from qkablate.analysis.comparison.gaps import Gap, is_sensitive, measure_gap
 from qkablate.analysis.comparison.lr_curves import LrCurve, find_lr_curves
-from qkablate.analysis.left_behind import measure_risks
+from qkablate.analysis.outliers import measure_risks
 from qkablate.analysis.scaling.asymptote import fit_asymptote
 from qkablate.analysis.scaling.series import fit_growth
 from qkablate.analysis.stats import ALPHA, Interval, Sample

@@ -18,7 +18,7 @@ from qkablate.analysis.claims.samples import Course, Exact, Median
 from qkablate.analysis.claims.verdict import KINDS
 from qkablate.analysis.comparison.curves import combine_curves
 from qkablate.analysis.comparison.gaps import Gap
-from qkablate.analysis.left_behind import FailureRisk, measure_risks
+from qkablate.analysis.outliers import FailureRisk, measure_risks
 from qkablate.analysis.stats import ALPHA, Sample, Spread
 from qkablate.analysis.study.loss_curves import VAL, LossCurve
 from qkablate.analysis.study.study import Record, Seeds
@@ -163,7 +163,7 @@ class Measure:
         risks = measure_risks(*gap.sides)
         if self.unit is Unit.NATS:
             return risks
-        # A run that is left behind answers as one that guesses.
+        # An outlier answers as one that guesses.
         best = max(entry.accuracy or 0.0 for entry in gap.sides)
         size = max(0.0, best if self.name == "exact" else best - (gap.baseline.chance or 0.0))
         unit = f"of {self.noun}"

@@ -14,8 +14,8 @@ INSENSITIVE   the runs would say SUPPORTED or EQUIVALENT, or refute a difference
 MIXED         this holds for some parts, and not for the others
 UNDERPOWERED  none of these: too few seeds for this margin
 
-A verdict that failures of training could overturn holds "unless one run in k is left behind": see
-`left_behind.FailureRisk.unseen_shift` for the bound that makes it unconditional.
+A verdict that failures of training could overturn holds "unless one run in k is an outlier": see
+`outliers.FailureRisk.unseen_shift` for the bound that makes it unconditional.
 """
 
 import itertools
@@ -29,7 +29,7 @@ from scipy import optimize, stats
 
 from qkablate.analysis.comparison.decision import Verdict
 from qkablate.analysis.comparison.gaps import Gap, is_sensitive
-from qkablate.analysis.left_behind import FailureRisk, measure_risks
+from qkablate.analysis.outliers import FailureRisk, measure_risks
 from qkablate.analysis.stats import ALPHA, Sample, Spread, holm, required_n
 
 KINDS = ("noninferior", "equivalent", "better", "worse")

@@ -180,8 +180,8 @@ def _check_rates(
     runs = [sum(map(len, tuned[entry.name].losses.values())) for entry in sides]
     message = f"tuned and bracketed: {', '.join(f'{e.name} {rates[e.name]}' for e in sides)}"
     message += f", by {runs[0]:,} and {runs[1]:,} runs"
-    if failed := [f"{name}: {len(c.left_behind)}" for name, c in tuned.items() if c.left_behind]:
-        message += f"; rates left out, at which a run was left behind: {', '.join(failed)}"
+    if failed := [f"{name}: {len(c.outliers)}" for name, c in tuned.items() if c.outliers]:
+        message += f"; rates left out, at which a run was an outlier: {', '.join(failed)}"
     if uncertain:
         message += f"; no minimum is certain for {' and '.join(uncertain)}"
         return WARNING, f"{message}: raise {seeds}"

@@ -8,7 +8,7 @@ from typing import Any
 
 from scipy import stats
 
-from qkablate.analysis.left_behind import find_left_behind
+from qkablate.analysis.outliers import find_outliers
 from qkablate.analysis.stats import ALPHA, Estimate, Interval, Sample, describe_sample, holm
 from qkablate.analysis.study.document_error import DocumentError, document_error
 from qkablate.analysis.study.study import Entry, Record, Seeds, Study
@@ -93,12 +93,12 @@ class Gap:
         return min(1.0, 2 * min(below, above))
 
     @property
-    def arm_left_behind(self) -> int:
-        return len(find_left_behind(self.arm.losses))
+    def arm_outliers(self) -> int:
+        return len(find_outliers(self.arm.losses))
 
     @property
-    def baseline_left_behind(self) -> int:
-        return len(find_left_behind(self.baseline.losses))
+    def baseline_outliers(self) -> int:
+        return len(find_outliers(self.baseline.losses))
 
     @cached_property
     def document_error(self) -> DocumentError | None:
@@ -237,7 +237,7 @@ class RunSummary:
     val_loss: float | None
     accuracy: float | None
     reason: str  # why it is not done
-    left_behind: float | None  # distance to the arm's median, in nats, if it is far above
+    outlier: float | None  # distance to the arm's median, in nats, if it is far above
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -260,7 +260,7 @@ class ArmLosses(Estimate):
 
 def describe_arm(entry: Entry) -> ArmLosses:
     """Return the losses of one arm, run by run."""
-    failed = find_left_behind(entry.losses)
+    failed = find_outliers(entry.losses)
     return ArmLosses(
         **vars(describe_sample(entry.sample)),
         arm=entry.name,

@@ -10,7 +10,7 @@ from qkablate.analysis.stats import ALPHA, Estimate, Interval, Sample, describe_
 from qkablate.analysis.study.study import Study, known_losses, tuning_losses
 from qkablate.sweeps.planning.manifest import Rates
 from qkablate.sweeps.planning.surface import Surface, choose_rates, find_surface
-from qkablate.sweeps.planning.tuning_losses import Losses, left_behind, mean_losses
+from qkablate.sweeps.planning.tuning_losses import Losses, find_outlying_rates, mean_losses
 
 _FAR = math.log(4) * 1.01  # distance from the best rate in ln lr that its sensitivity covers
 
@@ -34,14 +34,14 @@ class LrCurve:
         return mean_losses(self.losses)
 
     @cached_property
-    def left_behind(self) -> list[Rates]:
-        """Rates at which a run was left behind."""
-        return left_behind(self.losses)
+    def outliers(self) -> list[Rates]:
+        """Rates at which a run was an outlier."""
+        return find_outlying_rates(self.losses)
 
     @cached_property
     def best(self) -> Rates | None:
-        """Rates with the smallest mean loss, of those at which no run was left behind."""
-        sound = [rates for rates in self.means if rates not in self.left_behind]
+        """Rates with the smallest mean loss, of those without outliers."""
+        sound = [rates for rates in self.means if rates not in self.outliers]
         return min(sound or self.means, key=self.means.__getitem__, default=None)
 
     def is_tuned(self, rates: Rates | None) -> bool:
@@ -158,7 +158,7 @@ class LrCurveSummary:
     best: Rates | None
     chosen: Rates | None
     on_the_edge: bool
-    left_behind: list[Rates]
+    outliers: list[Rates]
     optimum: Rates | None
     optimum_interval: Interval | None  # of optim.lr
     curvature: float | None  # along optim.lr
@@ -193,7 +193,7 @@ def describe_lr_curves(study: Study, curves: dict[str, LrCurve]) -> list[LrCurve
                 best=best,
                 chosen=search.rates if search else None,
                 on_the_edge=curve.is_on_edge,
-                left_behind=curve.left_behind,
+                outliers=curve.outliers,
                 optimum=fit.optimum if fit else None,
                 optimum_interval=curve.optimum_interval,
                 curvature=float(fit.hessian_KK[0, 0]) / 2 if fit else None,

@@ -83,8 +83,8 @@ class GapSummary(Estimate):
     document_error: DocumentError | None
     arm_diverged: int
     baseline_diverged: int
-    arm_left_behind: int
-    baseline_left_behind: int
+    arm_outliers: int
+    baseline_outliers: int
     unless: list[str]  # failures of training that would overturn "equivalent" or "not worse"
     pairs: list[PairGap]
     unpaired: list[str]
@@ -258,8 +258,8 @@ def describe_gap(
         document_error=gap.document_error,
         arm_diverged=gap.arm_diverged,
         baseline_diverged=gap.baseline_diverged,
-        arm_left_behind=gap.arm_left_behind,
-        baseline_left_behind=gap.baseline_left_behind,
+        arm_outliers=gap.arm_outliers,
+        baseline_outliers=gap.baseline_outliers,
         unless=unless,
         pairs=[PairGap(dict(key), value) for key, value in gap.pairs.items()],
         unpaired=gap.unpaired,

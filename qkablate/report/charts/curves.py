@@ -34,10 +34,10 @@ def loss_chart(section: Section) -> Chart:
         means, runs = list[Spec](), list[Spec]()
         for entry in entries:
             if (curve := arm_curve(entry, section.metric, most)) is not None:
-                means += mean_rows(curve, entry)
+                means += mean_rows(section, curve, entry)
                 counts.append(curve.samples[0].n)
             if with_runs:
-                runs += _run_rows(entry, section.metric, most)
+                runs += _run_rows(section, entry, most)
         if rows := [*means, *runs]:
             lowest = min(row["loss"] if row["low"] is None else row["low"] for row in rows)
             # A band that nearly reaches zero would fill a logarithmic axis.
@@ -79,7 +79,7 @@ def gap_curve_chart(section: Section) -> Chart:
         rows: list[Spec] = []
         for gap in family.gaps:
             if (curve := gap_curve(gap, section.metric, most)) is not None:
-                rows += mean_rows(curve, gap.arm, band=True)
+                rows += mean_rows(section, curve, gap.arm, band=True)
                 counts.append(curve.samples[0].n)
         if rows:
             title = size_label(family.baseline.name, family.baseline.arm.variant)
@@ -166,7 +166,12 @@ def _end_labels(rows: list[Spec]) -> list[Spec]:
 
 
 def mean_rows(
-    curve: Curve, entry: Entry, bounds: Interval = (0.0, math.inf), *, band: bool = False
+    section: Section,
+    curve: Curve,
+    entry: Entry,
+    bounds: Interval = (0.0, math.inf),
+    *,
+    band: bool = False,
 ) -> list[Spec]:
     """Return a row per reading: the mean with its interval within bounds, or simultaneous band."""
     intervals = curve.band() if band else [sample.interval() for sample in curve.samples]
@@ -177,17 +182,18 @@ def mean_rows(
             continue
         interval = interval and (max(interval[0], least), min(interval[1], most))
         low, high = (round_digits(end, 5) for end in interval) if interval else (None, None)
-        row = {"arm": entry.name, "variant": entry.arm.variant, "tokens": tokens, "n": sample.n}
+        row: Spec = {"arm": entry.name, "variant": section.style_names[entry.name]}
+        row |= {"tokens": tokens, "n": sample.n}
         row |= {"estimate": format_gap(sample.mean, interval, signed=band)}
         rows.append(row | {"loss": round_digits(sample.mean, 5), "low": low, "high": high})
     return rows
 
 
-def _run_rows(entry: Entry, metric: str, most: int) -> list[Spec]:
-    rows = []
+def _run_rows(section: Section, entry: Entry, most: int) -> list[Spec]:
+    rows, variant = [], section.style_names[entry.name]
     for number, record in enumerate(entry.records.values()):
-        losses = record.loss_curves[metric]
-        run = {"run": f"{entry.name} {number}", "variant": entry.arm.variant, "low": None}
+        losses = record.loss_curves[section.metric]
+        run = {"run": f"{entry.name} {number}", "variant": variant, "low": None}
         rows += [
             run | {"tokens": tokens, "loss": round_digits(losses[tokens], 5)}
             for tokens in thin([*losses], most)

@@ -25,7 +25,7 @@ def distance_chart(section: Section) -> Chart:
     for family in families:
         rows: dict[str, list[Spec]] = {ARM: [], ROUNDING: [], SEEDS: []}
         for distance in family.distances:
-            rows[distance.kind] += _make_rows(distance, MAX_POINTS // max(1, curves))
+            rows[distance.kind] += _make_rows(section, distance, MAX_POINTS // max(1, curves))
             counts += [distance.n] * (distance.kind != SEEDS and distance.n > 0)
         if not (rows[ARM] or rows[ROUNDING]):
             continue
@@ -60,14 +60,14 @@ def _format_ends(family: FunctionDistance) -> list[str]:
     return texts
 
 
-def _make_rows(distance: DistanceSummary, most: int) -> list[Spec]:
+def _make_rows(section: Section, distance: DistanceSummary, most: int) -> list[Spec]:
     """Return the readings that logarithmic axes can show."""
-    rows = []
+    rows, variant = [], section.style_names.get(distance.arm, distance.variant)
     for reading in [r for r in distance.readings if r.tokens and r.mean][-most:]:
         low, high = reading.band or (None, None)
         band = f" [{low:.2g}, {high:.2g}]" if low and high else ""
         rows.append(
-            {"arm": distance.arm, "variant": distance.variant, "tokens": reading.tokens}
+            {"arm": distance.arm, "variant": variant, "tokens": reading.tokens}
             | {"n": reading.n, "distance": round_digits(reading.mean, 4)}
             | {"estimate": f"{reading.mean:.3g}{band}"}
             | {"low": low and round_digits(low, 4), "high": high and round_digits(high, 4)}

@@ -96,7 +96,7 @@ def gap_chart(section: Section) -> Chart:
         counts = f"n = {gap.n}{f', {diverged} diverged' if diverged else ''}"
         label = f"{section.labels[gap.arm]}  ({counts})"
         groups.setdefault(gap.baseline, []).append(label)
-        arm = {"arm": label, "variant": section.entries[gap.arm].arm.variant}
+        arm = {"arm": label, "variant": section.style_names[gap.arm]}
         if gap.mean is None:
             all_diverged.append(arm)
             continue
@@ -176,7 +176,7 @@ def _floor_rows(section: Section) -> list[Spec]:
         low, high = interval or (sample.mean, sample.mean)
         estimate = format_gap(sample.mean, interval)
         row: Spec = {"arm": f"{section.labels[floor.arm.name]}, floor  (n = {sample.n})"}
-        row |= {"variant": floor.arm.arm.variant, "baseline": floor.baseline.name}
+        row |= {"variant": section.style_names[floor.arm.name], "baseline": floor.baseline.name}
         row |= {"gap": sample.mean, "low": low, "high": high, "estimate": estimate}
         rows.append(row | {"beyond": f"{estimate} →"})
     return rows

@@ -62,7 +62,7 @@ def head_curve_chart(section: Section) -> Chart:
     panels, counts = [], []
     for title, metric, curves in _find_curves(section, head_metrics.BY_TOKENS):
         counts += [curve.samples[0].n for curve, *_ in curves]
-        if rows := [row for curve in curves for row in mean_rows(*curve)]:
+        if rows := [row for curve in curves for row in mean_rows(section, *curve)]:
             y = base.number_axis("loss", metric, zero=False)
             panels.append(base.make_panel(title, rows, mean_layers(section, rows, y)))
     caption = (
@@ -83,7 +83,7 @@ def rounding_chart(section: Section) -> Chart:
         if rows := [
             row | {"estimate": f"{row['loss']:.2g}", "low": None, "high": None}
             for curve in curves
-            for row in mean_rows(*curve)
+            for row in mean_rows(section, *curve)
             if row["loss"] > 0
         ]:
             panels.append(base.make_panel(title, rows, mean_layers(section, rows, y)))

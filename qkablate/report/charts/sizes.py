@@ -136,7 +136,8 @@ def cost_chart(section: Section) -> Chart | None:
             # More tokens lower the loss, but only FLOPs count them as cost.
             shown = [entry for entry in entries if unit == _FLOPS or entry.tokens == longest]
             rows: list[Spec] = [
-                {"arm": e.name, "variant": e.arm.variant, "cost": cost(e)} | _loss_cells(e.sample)
+                {"arm": e.name, "variant": section.style_names[e.name], "cost": cost(e)}
+                | _loss_cells(e.sample)
                 for e in shown
                 if cost(e) > 0
             ]
@@ -184,7 +185,8 @@ def lr_chart(section: Section) -> Chart:
     diverged: dict[str, list[Spec]] = {}
     for curve in section.summary.learning_rates:
         key = curve.baseline or curve.arm
-        arm: Spec = {"arm": curve.arm, "variant": section.study.arms[curve.arm].variant}
+        variant = section.study.arms[curve.arm].variant
+        arm: Spec = {"arm": curve.arm, "variant": section.style_names.get(curve.arm, variant)}
         for point in curve.val_loss:
             losses = [loss for loss in point.by_seed if loss is not None]
             row = arm | {"lr": point.lr, "circuit": point.circuit}

@@ -37,7 +37,9 @@ def spectrum_chart(section: Section) -> Chart:
                     spectra = head_metrics.relative_spectra(arrays)
                     labels |= enumerate(layer_labels(arm, len(spectra)))
                     for layer, values_K in enumerate(spectra):
-                        rows.setdefault(layer, []).extend(_spectrum_rows(arm, when, values_K))
+                        rows.setdefault(layer, []).extend(
+                            _spectrum_rows(section, arm, when, values_K)
+                        )
         drawn = sorted(layer for layer in rows if rows[layer])
         for layer in head_metrics.pick_evenly(drawn, layers_shown):
             title = panel_title(f"layer {labels[layer]}", size, len(groups) > 1)
@@ -51,9 +53,12 @@ def spectrum_chart(section: Section) -> Chart:
     return Chart("spectra", "Spectra of the QK circuit", caption, panels)
 
 
-def _spectrum_rows(arm: HeadMetrics, when: str, values_K: np.ndarray) -> list[Spec]:
+def _spectrum_rows(
+    section: Section, arm: HeadMetrics, when: str, values_K: np.ndarray
+) -> list[Spec]:
     name = arm.entry.name
-    row = {"arm": name, "variant": arm.entry.arm.variant, "when": when, "line": f"{name} {when}"}
+    row = {"arm": name, "variant": section.style_names[name]}
+    row |= {"when": when, "line": f"{name} {when}"}
     shown = thin([*range(1, len(values_K) + 1)], _MAX_VALUES)
     return [
         row | {"i": i, "value": round_digits(float(values_K[i - 1]), 3)}
@@ -102,10 +107,11 @@ def spectra_by_tokens_chart(section: Section) -> Chart:
                     counts.append(len(arrays))
                     values_K = nan_mean(head_metrics.relative_spectra(arrays), axis=0)
                     age = {"tokens": tokens, "age": number / len(times)}
-                    spectrum = _spectrum_rows(arm, format_short(tokens), values_K)
+                    spectrum = _spectrum_rows(section, arm, format_short(tokens), values_K)
                     rows += [row | age for row in spectrum]
             if len({row["when"] for row in rows}) > 2:  # start and end are drawn by layer
-                by_title[panel_title(arm.entry.arm.variant, size, several=True)] = rows
+                name = section.style_names[arm.entry.name]
+                by_title[panel_title(name, size, several=True)] = rows
     shown = dict([*by_title.items()][:_MAX_PANELS])
     least = min((row["value"] for rows in shown.values() for row in rows), default=1.0)
     shade: Spec = {"field": "age", "type": "quantitative", "legend": None}

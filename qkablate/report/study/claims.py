@@ -50,7 +50,7 @@ class StudiedClaim:
         judged = self.judgement
         if not judged.has_ended:
             return f"{judged.word} ({judged.study.ended} of {judged.study.expected} runs)"
-        unless = ", unless a run is left behind" if judged.unless else ""
+        unless = ", barring outliers" if judged.unless else ""
         return f"{judged.headline}{unless}{' (exploratory)' if judged.exploratory else ''}"
 
     @property

@@ -172,8 +172,8 @@ def _format_details(judged: PartJudgement, alpha: float) -> str:
             text.append(f"accuracy {arm} against {baseline}, chance {chance}")
     counts: dict[str, int] = {}
     for gap in judged.gaps:
-        counts |= {gap.arm.name: gap.arm_left_behind, gap.baseline.name: gap.baseline_left_behind}
-    text += [f"left behind: {failed} of {name}" for name, failed in counts.items() if failed]
+        counts |= {gap.arm.name: gap.arm_outliers, gap.baseline.name: gap.baseline_outliers}
+    text += [f"outliers: {failed} of {name}" for name, failed in counts.items() if failed]
     if spec.of == "spread":
         text.append(
             "the spread is below a bound only as far as these pairs show: a larger gap in one pair"
@@ -281,8 +281,8 @@ def _part_to_json(judged: PartJudgement, alpha: float) -> dict[str, object]:
         "detectable": sample.detectable(2 * alpha),
         "arm_diverged": sum(gap.arm_diverged for gap in judged.gaps),
         "baseline_diverged": sum(gap.baseline_diverged for gap in judged.gaps),
-        "arm_left_behind": sum(gap.arm_left_behind for gap in judged.gaps),
-        "baseline_left_behind": sum(gap.baseline_left_behind for gap in judged.gaps),
+        "arm_outliers": sum(gap.arm_outliers for gap in judged.gaps),
+        "baseline_outliers": sum(gap.baseline_outliers for gap in judged.gaps),
         "unpaired": [line for gap in judged.gaps for line in gap.unpaired],
         "values": [_finite(unit.natural(value)) for value in sample.values],
         "audit": [dataclasses.asdict(check) for check in judged.checks],

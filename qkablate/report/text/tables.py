@@ -60,9 +60,9 @@ def _arm_table(summary: StudySummary) -> Table:
         notes.append("chance: accuracy of the best guess that does not depend on the sequence")
     notes += [f"without attention: {references}" for references in summary.text_references]
     for arm in summary.arms:
-        if failed := [run.left_behind for run in arm.runs if run.left_behind is not None]:
+        if failed := [run.outlier for run in arm.runs if run.outlier is not None]:
             by = ", ".join(f"{excess:.2g}" for excess in sorted(failed, reverse=True))
-            notes.append(f"left behind: {arm.arm}, {len(failed)} of {arm.n} runs (by {by} nats)")
+            notes.append(f"outliers: {arm.arm}, {len(failed)} of {arm.n} runs (by {by} nats)")
     return Table("test loss, nats per token", [*head, "every run"], rows, notes)
 
 

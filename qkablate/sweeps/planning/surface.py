@@ -12,7 +12,7 @@ from scipy.special import stdtrit
 from qkablate.sweeps.planning.manifest import Rates
 from qkablate.sweeps.planning.tuning_losses import (
     Losses,
-    left_behind,
+    find_outlying_rates,
     mean_losses,
     seed_residuals,
 )
@@ -156,7 +156,7 @@ def fit_surface(losses: Losses, *, both: bool = True) -> Surface | None:
     rates has intercepts of its own, and all have the same slope and curvature in ln lr.
     """
     means = mean_losses(losses)
-    for rates in left_behind(losses):
+    for rates in find_outlying_rates(losses):
         del means[rates]
     if not means:
         return None
@@ -239,7 +239,7 @@ def choose_rates(losses: Losses) -> tuple[Rates, Surface | None]:
         if surface.size == 2:
             circuit = float(f"{circuit:.2g}")
         return Rates(float(f"{lr:.2g}"), circuit), surface
-    means, failed = mean_losses(losses), left_behind(losses)
+    means, failed = mean_losses(losses), find_outlying_rates(losses)
     residuals = seed_residuals(losses)
 
     def risk(rates: Rates) -> tuple[bool, float]:

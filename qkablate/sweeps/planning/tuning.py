@@ -17,7 +17,7 @@ from typing import Any
 from qkablate.config import KEYS
 from qkablate.errors import UserError
 from qkablate.sweeps.planning.manifest import Arm, Changes, Manifest, Rates, SweepRun
-from qkablate.sweeps.planning.tuning_losses import Losses, left_behind, mean_losses
+from qkablate.sweeps.planning.tuning_losses import Losses, find_outlying_rates, mean_losses
 
 FACTOR = 2.0
 POINTS = 5
@@ -54,7 +54,7 @@ class LrSearch:
             "chosen": self.rates and self.rates._asdict(),
             "at_minimum": self.at_minimum,
             "runs": self.runs,
-            "left_behind": [rates._asdict() for rates in left_behind(self.losses)],
+            "outliers": [rates._asdict() for rates in find_outlying_rates(self.losses)],
             "val_loss": losses,
         }
 
@@ -215,8 +215,8 @@ def _rates_beside_best(arm: Arm, losses: Losses) -> list[Rates]:
 
 
 def _find_best(losses: Losses) -> Rates | None:
-    """Return the rates of the least mean loss; of those left behind only if all are."""
-    means, failed = mean_losses(losses), left_behind(losses)
+    """Return the rates of the least mean loss; of those with outliers only if all have."""
+    means, failed = mean_losses(losses), find_outlying_rates(losses)
     return min(means, key=lambda rates: (rates in failed, means[rates]), default=None)
 
 

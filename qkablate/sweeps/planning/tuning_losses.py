@@ -7,7 +7,7 @@ from typing import Any
 
 from qkablate.sweeps.planning.manifest import Rates
 
-LEFT_BEHIND = 0.05  # nats: a loss so far above those beside it is a failure of training
+OUTLIER = 0.05  # nats: a loss so far above those beside it is a failure of training
 Seed = Any  # one seed of several, or all of a run
 Losses = Mapping[Rates, Mapping[Seed, float | None]]  # None: diverged
 
@@ -45,11 +45,11 @@ def seed_residuals(losses: Losses) -> dict[Rates, list[float]]:
     return residuals
 
 
-def left_behind(losses: Losses) -> list[Rates]:
+def find_outlying_rates(losses: Losses) -> list[Rates]:
     """Return the rates at which a run ended far above the other seeds, or both rates beside."""
     means, residuals, found = mean_losses(losses), seed_residuals(losses), []
     spreads = [statistics.stdev(own) for own in residuals.values() if len(own) > 1]
-    limit = max(LEFT_BEHIND, 5 * statistics.median(spreads or [0.0]))
+    limit = max(OUTLIER, 5 * statistics.median(spreads or [0.0]))
     for rates, mean in means.items():
         row = sorted(other for other in means if other.circuit == rates.circuit)
         place = row.index(rates)

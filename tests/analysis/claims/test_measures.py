@@ -114,7 +114,7 @@ def test_failure_of_a_run_is_measured_in_the_share_it_loses(world):
         lambda run: {"accuracy": {"test": shares[run.arm.split("-")[0]]}, "chance": 0.1}
     )
     (condition, *_) = judged(made, own).unless
-    assert condition.endswith("is left behind by 0.89 of accuracy")
+    assert condition.endswith("is an outlier by 0.89 of accuracy")
 
 
 def test_run_without_the_measure_is_told(world):

@@ -22,6 +22,8 @@ THREE = ("variant=standard,no_q,shared_qk", "seed=range(6)")
 SIZES = ("variant=standard,no_q", "model.d_model=16,32", "seed=range(3)")
 TUNED = ("variant=standard,no_q", "seed=range(2)", "sweep.tune=true")
 RATES = ("variant=standard,no_q", "seed=range(2)", "optim.lr=5e-4,1e-3,2e-3")
+TWO_STARTS = ("variant=standard", "variant.init=matched,symmetric", "seed=range(3)")
+TWO_STARTS += ("sweep.baseline={variant.init: matched}",)
 ALONE = ("variant=no_q", "seed=0", "sweep.baseline=null")
 
 
@@ -48,6 +50,7 @@ WORLDS = {
     "tuning": (TUNED, lambda run: ... if run.tuning else None),
     "tuned, diverged": (TUNED, lambda run: "diverged" if run.changes["optim.lr"] > 3e-3 else ...),
     "rates": (RATES, lambda run: ...),
+    "two of a variant": (TWO_STARTS, lambda run: ...),
     "lengths": (("variant=standard,no_q", "seed=0,1", "train.steps=12,24"), lambda run: ...),
 }
 
@@ -754,9 +757,20 @@ def test_chart_has_the_colors_of_its_variants(section):
 def test_bands_of_losses_end_at_zero(section):
     entry = section.study.entries[0]
     curve = Curve([8], [Sample((0.1, 2.0))], Sample(()))
-    (row,) = mean_rows(curve, entry)
+    (row,) = mean_rows(section, curve, entry)
     assert curve.samples[0].interval()[0] < 0 == row["low"]
     assert row["high"] > row["loss"]
+
+
+def test_arm_with_the_variant_of_its_baseline_looks_different(section_named):
+    """In every chart, as the baseline keeps the variant's style."""
+    section = section_named("two of a variant")
+    styles = section.styles
+    assert {*styles} >= {"standard", "standard init=symmetric"}
+    assert styles["standard"].color != styles["standard init=symmetric"].color
+    charts = charts_by_name(section)
+    assert {"standard", "standard init=symmetric"} <= {*charts["losses"].variants}
+    assert charts["gaps"].variants[0] == "standard init=symmetric"
 
 
 @pytest.mark.parametrize(("name", "is_line"), [("losses", True), ("gaps", False)])

@@ -102,7 +102,7 @@ def test_sections_are_consecutive(section, claimed, page_text):
 def test_claim_is_shown_with_its_verdict(claimed):
     section = claimed(0.0)
     found = assert_sound(render_markdown([section]))
-    unless = "unless one run in 14 of no_q-d16-h2 is left behind by 0.12 nats"
+    unless = "unless one run in 14 of no_q-d16-h2 is an outlier by 0.12 nats"
     assert f"**SUPPORTED at these rates** {unless}: Keys alone are enough." in found
     (row,) = tables(found)["parts of the claim"][1]
     assert row[0] == "within"

@@ -290,10 +290,10 @@ def test_verdict_needs_all_runs(claimed):
 def test_exploratory_result_confirms_nothing(claimed):
     first, _ = summarize(claimed(0.0, reasons=("edited after the runs",)))
     assert first.startswith("The runs support it at these rates, unless one run in ")
-    assert "left behind by 0.12 nats, but this is exploratory and confirms nothing;" in first
+    assert "an outlier by 0.12 nats, but this is exploratory and confirms nothing;" in first
     first, _ = summarize(claimed(0.0, margin=0.02))  # worded anew after the runs
     assert first.startswith("The runs support it at these rates, unless one run in ")
-    assert "left behind by 0.12 nats, but this is exploratory and confirms nothing;" in first
+    assert "an outlier by 0.12 nats, but this is exploratory and confirms nothing;" in first
 
 
 def test_diverged_runs_make_the_interval_unbounded(claimed):

@@ -7,7 +7,7 @@ import pytest
 
 from qkablate.sweeps.planning.manifest import Rates
 from qkablate.sweeps.planning.surface import choose_rates, excess_moment, fit_surface
-from qkablate.sweeps.planning.tuning_losses import left_behind, mean_losses
+from qkablate.sweeps.planning.tuning_losses import find_outlying_rates, mean_losses
 from tests.sweeps.planning.tuning_simulation import simulate
 
 LRS = [1e-3 * 2**k for k in range(-2, 3)]
@@ -95,15 +95,15 @@ def test_noise_without_a_minimum_chooses_the_least_mean_and_error():
     assert choose_rates(losses | {Rates(2e-3, 1.0): worse}) == (Rates(4e-3, 1.0), None)
 
 
-def test_left_behind_rates_are_named_and_not_chosen():
+def test_rates_with_outliers_are_named_and_not_chosen():
     losses = grid(lambda rates: bowl(Rates(rates.lr, BEST.circuit)), 3, circuits=[1.0])
-    assert left_behind(losses) == []
+    assert find_outlying_rates(losses) == []
     losses[Rates(1e-3, 1.0)][1] += 0.3
-    assert left_behind(losses) == [Rates(1e-3, 1.0)]
+    assert find_outlying_rates(losses) == [Rates(1e-3, 1.0)]
     assert choose_rates(losses)[0].lr != 1e-3
     one = grid(lambda rates: bowl(Rates(rates.lr, BEST.circuit)), 1, circuits=[1.0])
     one[Rates(1e-3, 1.0)][0] += 0.3  # above both rates beside it
-    assert left_behind(one) == [Rates(1e-3, 1.0)]
+    assert find_outlying_rates(one) == [Rates(1e-3, 1.0)]
 
 
 def test_diverged_rates_have_no_mean():

@@ -7,7 +7,7 @@ import pytest
 
 from qkablate.analysis.claims.verdict import ClaimVerdict, Part, judge_parts
 from qkablate.analysis.comparison.decision import Verdict
-from qkablate.analysis.left_behind import TYPICAL_SIZE, FailureRisk, find_left_behind
+from qkablate.analysis.outliers import TYPICAL_SIZE, FailureRisk, find_outliers
 from qkablate.analysis.stats import Sample
 
 
@@ -15,31 +15,31 @@ def losses(*values):
     return {(("seed", number),): value for number, value in enumerate(values)}
 
 
-def test_run_far_above_the_others_is_left_behind():
-    found = find_left_behind(losses(2.0, 2.01, 1.99, 2.0, 2.12))
+def test_run_far_above_the_others_is_an_outlier():
+    found = find_outliers(losses(2.0, 2.01, 1.99, 2.0, 2.12))
     assert found == {(("seed", 4),): pytest.approx(0.12)}
 
 
 def test_run_far_below_the_others_is_not():
-    assert find_left_behind(losses(2.0, 2.01, 1.99, 2.0, 1.5)) == {}
+    assert find_outliers(losses(2.0, 2.01, 1.99, 2.0, 1.5)) == {}
 
 
 def test_spread_that_is_the_arm_s_own_is_no_failure():
-    assert find_left_behind(losses(2.0, 2.1, 1.9, 2.05, 2.2)) == {}
+    assert find_outliers(losses(2.0, 2.1, 1.9, 2.05, 2.2)) == {}
 
 
 def test_quiet_arms_have_no_failure_below_the_floor():
-    assert find_left_behind(losses(2.0, 2.0, 2.0, 2.0, 2.04)) == {}
+    assert find_outliers(losses(2.0, 2.0, 2.0, 2.0, 2.04)) == {}
 
 
 def test_three_runs_are_too_few():
-    assert find_left_behind(losses(2.0, 2.0, 3.0)) == {}
+    assert find_outliers(losses(2.0, 2.0, 3.0)) == {}
 
 
 def test_normal_noise_is_rarely_called_a_failure():
     random = np.random.default_rng(0)
     draws_SN = 2 + 0.1 * random.normal(size=(1_000, 16))
-    assert sum(bool(find_left_behind(losses(*row))) for row in draws_SN.tolist()) < 20
+    assert sum(bool(find_outliers(losses(*row))) for row in draws_SN.tolist()) < 20
 
 
 @pytest.mark.parametrize("n", [16, 36, 100])
@@ -78,7 +78,7 @@ def test_verdict_names_the_failures_that_would_overturn_it(kind, mean, word, nam
 
 def test_condition_tells_how_many_runs():
     assert judge_parts([part("noninferior", 0.0, 6)]).unless == [
-        "one run in 13 of arm is left behind by 0.12 nats"
+        "one run in 13 of arm is an outlier by 0.12 nats"
     ]
 
 

@@ -1,7 +1,7 @@
-"""Runs left behind: rare failures of training, which few seeds cannot exclude.
+"""Outliers: rare failures of training, which few seeds cannot exclude.
 
-An interval of n seeds knows nothing of a failure that it has not seen: with one run in eight left
-behind, 45 % of arms with six seeds show none, and their mean is too low by an eighth of its size.
+An interval of n seeds knows nothing of a failure that it has not seen: with one run in eight an
+outlier, 45 % of arms with six seeds show none, and their mean is too low by an eighth of its size.
 """
 
 import math
@@ -12,15 +12,15 @@ from dataclasses import dataclass
 from scipy import stats
 
 from qkablate.analysis.study.study import Entry, Seeds
-from qkablate.sweeps.planning.tuning_losses import LEFT_BEHIND
+from qkablate.sweeps.planning.tuning_losses import OUTLIER
 
-TYPICAL_SIZE = 0.12  # nats: assumed at least, also where no run of the arms was left behind
+TYPICAL_SIZE = 0.12  # nats: assumed at least, also where the arms have no outlier
 _MADS = 5  # 1 of 3.5 million normal numbers is so far above the mean
 _MIN_RUNS = 4  # the median deviation of three numbers is the smaller of two distances
 _SCALE = 1 / stats.norm.ppf(0.75)  # makes the MAD of normal numbers their standard deviation
 
 
-def find_left_behind(losses: Mapping[Seeds, float]) -> dict[Seeds, float]:
+def find_outliers(losses: Mapping[Seeds, float]) -> dict[Seeds, float]:
     """Return the distance to the median, in nats, of each run far above the others of its arm.
 
     Far is 5 scaled median absolute deviations, so that ordinary noise is never a failure, and 0.05
@@ -30,7 +30,7 @@ def find_left_behind(losses: Mapping[Seeds, float]) -> dict[Seeds, float]:
         return {}
     median = statistics.median(losses.values())
     deviation = _SCALE * statistics.median(abs(loss - median) for loss in losses.values())
-    limit = max(_MADS * deviation, LEFT_BEHIND)
+    limit = max(_MADS * deviation, OUTLIER)
     return {key: loss - median for key, loss in losses.items() if loss - median > limit}
 
 
@@ -63,12 +63,12 @@ class FailureRisk:
         """Return the failure that would shift a bound by `room`: one run in k."""
         one_in = math.ceil(self.weight * self.size / room) if room > 0 else self.runs
         size = f"{self.size:.2g} {self.unit}"
-        return f"one run in {max(2, one_in):,} of {self.arm} is left behind by {size}"
+        return f"one run in {max(2, one_in):,} of {self.arm} is an outlier by {size}"
 
 
 def measure_risks(arm: Entry, baseline: Entry) -> tuple[FailureRisk, FailureRisk]:
     """Return the failures of both arms; their size is that of the worst in either."""
-    failed, others = find_left_behind(arm.losses), find_left_behind(baseline.losses)
+    failed, others = find_outliers(arm.losses), find_outliers(baseline.losses)
     size = max([TYPICAL_SIZE, *failed.values(), *others.values()])
     risk = FailureRisk(arm.name, len(failed), len(arm.losses), size)
     return risk, FailureRisk(baseline.name, len(others), len(baseline.losses), size)
