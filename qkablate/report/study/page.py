@@ -12,6 +12,7 @@ from qkablate.analysis.claims.claim import Claim
 from qkablate.analysis.publication.archive import CHECKSUMS
 from qkablate.disk import make_folder, read_file, replace_file
 from qkablate.report.section import Section, format_n
+from qkablate.report.study.anchors import format_anchors
 from qkablate.report.study.claims import RESULTS, StudiedClaim, find_open_claims, read_claims
 from qkablate.report.study.pictures import ANSWERS, draw_pictures, read_hash, render_picture
 from qkablate.report.text.claims import format_audit, format_spec, make_claim_table
@@ -41,6 +42,7 @@ def make_page(study: Path) -> dict[str, bytes]:
     histories = _find_histories(study)
     parts = [_format_answer(claims, open_claims, pictures)]
     parts += [_format_claim(studied, pictures, histories) for studied in claims]
+    parts += [format_anchors(claims)]
     parts += [_format_open(open_claims)] if open_claims else []
     page = "\n\n".join(parts) + "\n"
     snippet = format_answers(claims)

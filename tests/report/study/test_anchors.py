@@ -1,0 +1,66 @@
+"""Published results beside the study's own: they ask what a part of a claim asks."""
+
+import math
+from types import SimpleNamespace
+
+import pytest
+
+from qkablate.analysis.claims.measures import Unit
+from qkablate.analysis.claims.parse import load_claim
+from qkablate.analysis.stats import Sample
+from qkablate.cli import main
+from qkablate.report.study.anchors import FINDINGS, find_outcome, format_anchors, load_anchors
+from qkablate.report.study.claims import read_claims
+from tests.report.study.test_page import STUDY
+
+
+@pytest.mark.parametrize("anchor", load_anchors(), ids=lambda anchor: anchor.source[:12])
+def test_anchor_names_a_part_of_a_claim_or_a_valid_command(anchor, capsys):
+    assert anchor.found in (*FINDINGS, None)
+    assert (anchor.claim is None) != (anchor.command is None)
+    if anchor.claim is not None:
+        assert anchor.part in load_claim(anchor.claim).parts
+        return
+    words = anchor.command.replace("'", "").split()[1:]
+    with pytest.raises(SystemExit) as exit_:
+        main([*words, *(["--cfg", "job"] if words[0] == "train" else ["--help"])])
+    assert exit_.value.code == 0
+    assert capsys.readouterr().out
+
+
+def judge(*values, margin=0.05, unit=Unit.NATS, open_above=False):
+    part = SimpleNamespace(sample=Sample(values), open_above=open_above, open_below=False)
+    spec = SimpleNamespace(margin=margin)
+    return SimpleNamespace(part=part, unit=unit, comparison=SimpleNamespace(spec=spec))
+
+
+def test_outcome_is_that_of_the_95_percent_interval_of_the_cost():
+    assert find_outcome(judge(0.2, 0.21, 0.19, 0.2)) == "worse"
+    assert find_outcome(judge(-0.2, -0.21, -0.19, -0.2)) == "better"
+    assert find_outcome(judge(0.01, 0.011, 0.009, 0.01)) == "equal"
+    assert find_outcome(judge(0.2, -0.2, 0.1, -0.1)) == "undecided"
+    assert find_outcome(judge(0.01, 0.011, 0.009, 0.01, open_above=True)) == "worse"
+    assert find_outcome(judge(0.2)) == "undecided"  # one pair has no interval
+    costs = [math.log(1.04), math.log(1.041), math.log(1.039)]
+    assert find_outcome(judge(*costs, margin=0.05, unit=Unit.RATIO)) == "equal"
+
+
+def test_figures_of_the_study_are_those_of_its_runs():
+    claims = read_claims(STUDY)
+    page = format_anchors(claims)
+    rows = [line for line in page.splitlines() if line.startswith("| ")][2:]
+    assert len(rows) == len(load_anchors())
+    known = {studied.claim.name: studied for studied in claims}
+    for anchor, row in zip(load_anchors(), rows, strict=True):
+        if anchor.claim in known:
+            (part,) = (
+                part
+                for part in known[anchor.claim].judgement.parts
+                if part.comparison.part == anchor.part
+            )
+            assert f"{part.unit.natural(part.part.sample.mean):+.4f} [" in row
+            assert f"n = {part.part.sample.n}," in row
+            assert row.endswith(f"| {find_outcome(part)} |")
+        else:
+            assert row.endswith("| not run |")
+            assert f"`{anchor.command or f'qkablate claim run {anchor.claim}'}`" in row
