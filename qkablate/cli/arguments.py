@@ -70,6 +70,11 @@ class Parser(argparse.ArgumentParser):
             if hint := key_hint(unknown[0], self.words):
                 raise UserError(f"'{unknown[0]}' is not a flag; {hint}")
             raise UserError(not_one_of(unknown[0], self.flags))
+        for key, equals, value in (word.partition("=") for word in words):
+            if equals and (flag := f"--{key}") in self.flags:  # no key has the name of a flag
+                takes_value = self._option_string_actions[flag].nargs != 0
+                written = f"{flag} {value}".strip() if takes_value else flag
+                raise UserError(f"{sanitize(key)}: is a flag; write {sanitize(written)}")
         args.words = words
         return args
 

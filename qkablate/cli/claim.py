@@ -300,7 +300,7 @@ def _run(request: _ClaimRequest, args: Namespace) -> int:
     if folder := getattr(args, "from"):
         archive = reuse.find_archive(folder, claim)
         given = {**claim.words, **dict(word.split("=", 1) for word in request.run_words)}
-        request.run_words += reuse.machine_words(archive, given)
+        request.run_words += reuse.machine_settings(archive, given)
     for reason in registry.edits_since(claim, registrations):
         print_stderr(f"the verdict will be exploratory: {reason}")
     judgement: Judgement | None = None

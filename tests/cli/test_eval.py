@@ -208,6 +208,7 @@ MISTAKES = [
     (("standard", "threads=0"), "threads: '0' is not a whole number from 1"),
     (("standard", "device=tpu"), "device: 'tpu' (nearest: cuda) is not one of auto, cpu, cuda"),
     (("standard", "precision=fp16"), "precision: fp16 needs a CUDA device"),
+    (("standard", "split=test"), "split: is a flag; write --split test"),
     (("standard", "--split", "train"), "--split: 'train' is not one of val, test"),
 ]
 

@@ -56,6 +56,8 @@ class World:
             sandbox.run_successfully(words, self.box)
         (self.run,) = (self.box / "outputs" / "runs").glob("small-*")
         self.imported, self.exported = read_files(self.run), read_files(self.box / "hf")
+        sandbox.run_successfully(["inspect", "small", "--forms"], self.box)
+        self.inspected = read_files(self.run)
         shutil.copytree(self.box, self.saved)
 
     def restore(self, *removed: Path) -> None:
@@ -174,9 +176,9 @@ def _try_kill(world: World, rng: random.Random) -> Iterator[str]:
 def _try_damage(world: World, rng: random.Random) -> Iterator[str]:
     """Damage a file of an imported run, and read it by one of the commands."""
     world.restore(world.box / "hf")
-    name = rng.choice(["origin.json", *world.imported])
+    name = rng.choice(["origin.json", "inspection.json", *world.inspected])
     path = world.run / name
-    path.write_bytes(damage(world.imported[name], rng))
+    path.write_bytes(damage(world.inspected[name], rng))
     for words in rng.sample(READERS, 4):
         result = run_command(words, world.box, memory=2**30)
         yield from (f"damaged {name}: {problem}" for problem in _judge(world, words, result))

@@ -38,7 +38,7 @@ def find_archive(folder: str, claim: Claim) -> Archive:
     raise UserError(f"--from: '{folder}' has no runs of {claim.folder_name}; it has {names}")
 
 
-def machine_words(archive: Archive, given: Mapping[str, Any]) -> list[str]:
+def machine_settings(archive: Archive, given: Mapping[str, Any]) -> list[str]:
     """Return the settings of the published runs that this machine might choose otherwise.
 
     With them another type of CPU plans the same runs, and those that are published count.

@@ -4,7 +4,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from qkablate.analysis.publication.reuse import count_published, machine_words
+from qkablate.analysis.publication.reuse import count_published, machine_settings
 from qkablate.errors import UserError
 from tests.analysis.publication.made_up import make_archive, make_run
 
@@ -13,7 +13,7 @@ def test_arm_without_settings_is_refused():
     archive = make_archive({"a1": make_run(1.0)})
     archive.looks["3"]["manifest"]["arms"] = {"no_q-d16": {"config": {}}}
     with pytest.raises(UserError, match="mine-small-0123456789ab' is no archive of runs"):
-        machine_words(archive, {})
+        machine_settings(archive, {})
 
 
 def test_run_without_an_arm_is_refused():
