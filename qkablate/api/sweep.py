@@ -104,10 +104,9 @@ def plan_sweep(
     """
     from tqdm import tqdm
 
-    from qkablate.sweeps.engines.factory import check_engine, check_resources
+    from qkablate.sweeps.engines.factory import check_engine
     from qkablate.sweeps.planning.arms import Overrides
     from qkablate.sweeps.planning.expand import Grid, expand_grid
-    from qkablate.sweeps.planning.packing import pack
 
     engine = request.settings.engine
     check_engine(engine)
@@ -126,12 +125,20 @@ def plan_sweep(
             return config
 
         manifest = expand_grid(grid, compose, ["qkablate", *command], note)
+    return pack_manifest(manifest, request)
+
+
+def pack_manifest(manifest: Manifest, request: SweepRequest) -> tuple[Manifest, list[str | None]]:
+    """Return the manifest with the threads of its runs, and a slot for every one at a time."""
+    from qkablate.sweeps.engines.factory import check_resources
+    from qkablate.sweeps.planning.packing import pack
+
     try:
         make_folder(Path(manifest.out).expanduser() / "sweeps")
     except OSError as error:
         raise UserError(f"out: cannot write in '{manifest.out}': {error.strerror}") from None
     manifest, slots = pack(manifest, request.settings)
-    check_resources(engine, manifest)
+    check_resources(request.settings.engine, manifest)
     return manifest, slots
 
 

@@ -79,9 +79,9 @@ def _plan(
 ) -> tuple["Manifest", list[str | None]]:
     from tqdm import tqdm
 
+    from qkablate.api.sweep import pack_manifest
     from qkablate.sweeps.conversions import plan_conversions
-    from qkablate.sweeps.engines.factory import check_engine, check_resources
-    from qkablate.sweeps.planning.packing import pack
+    from qkablate.sweeps.engines.factory import check_engine
 
     check_engine(request.settings.engine)
     with tqdm(desc="planning", unit=" runs", leave=False, disable=None, delay=0.5) as bar:
@@ -100,9 +100,7 @@ def _plan(
             remote=request.settings.engine.name != "local",
             note=note,
         )
-    manifest, slots = pack(manifest, request.settings)
-    check_resources(request.settings.engine, manifest)
-    return manifest, slots
+    return pack_manifest(manifest, request)
 
 
 def _compose(words: list[str]) -> Config:

@@ -1,6 +1,7 @@
 """Assertions and steps that the tests of several verbs share."""
 
 import shlex
+import shutil
 import sys
 from pathlib import Path
 
@@ -21,6 +22,12 @@ def run_in(folder, *words, text=TEXT):
         main([*words, "data=text", *(f"{key}={folder / name}" for key, name in paths.items())])
     assert exit_.value.code == 0
     return folder / "outputs"
+
+
+def copy_outputs(outputs, folder):
+    """Copy what `run_in` has written into a test's folder, and the data into its user's cache."""
+    shutil.copytree(outputs.parent / "cache", folder / "home" / ".cache" / "qkablate" / "data")
+    return Path(shutil.copytree(outputs, folder / "outputs", symlinks=True))
 
 
 def assert_refused(done, *lines):

@@ -2,13 +2,12 @@
 
 import json
 import math
-import shutil
 from pathlib import Path
 
 import pytest
 
 from qkablate.runs.records import read_config
-from tests.cli.helpers import run_in
+from tests.cli.helpers import copy_outputs, run_in
 
 SIZES = ["model.layers=2", "model.d_model=16", "model.heads=2", "model.context=16", "threads=1"]
 LENGTH = ["train.steps=30", "train.batch_size=4", "train.eval_every=10", "tracking.wandb=disabled"]
@@ -28,8 +27,7 @@ def trained(tmp_path_factory):
 def outputs(trained, tmp_path, monkeypatch):
     """Return outputs whose data is prepared in the user's own cache."""
     monkeypatch.setenv("WANDB_MODE", "disabled")
-    shutil.copytree(trained.parent / "cache", tmp_path / "home" / ".cache" / "qkablate" / "data")
-    return Path(shutil.copytree(trained, tmp_path / "outputs", symlinks=True))
+    return copy_outputs(trained, tmp_path)
 
 
 def converted(qkablate, *words):

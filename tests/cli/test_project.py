@@ -12,7 +12,7 @@ import pytest
 
 from qkablate.runs.records import read_config
 from qkablate.runs.run import run_id
-from tests.cli.helpers import run_in
+from tests.cli.helpers import copy_outputs, run_in
 
 SIZES = ["model.layers=2", "model.d_model=16", "model.heads=2", "model.context=16", "threads=1"]
 LENGTH = ["train.steps=30", "train.batch_size=4", "train.eval_every=10", "tracking.wandb=disabled"]
@@ -32,8 +32,7 @@ def trained(tmp_path_factory):
 def outputs(trained, tmp_path, monkeypatch):
     """Return outputs whose data is prepared in the user's own cache."""
     monkeypatch.setenv("WANDB_MODE", "disabled")
-    shutil.copytree(trained.parent / "cache", tmp_path / "home" / ".cache" / "qkablate" / "data")
-    return Path(shutil.copytree(trained, tmp_path / "outputs", symlinks=True))
+    return copy_outputs(trained, tmp_path)
 
 
 def reseal(folder, status, **changes):
