@@ -46,12 +46,12 @@ def load_runs(folders: Folders = "outputs") -> list[Record]:
     records: list[Record] = []
     alone: list[Path] = []
     for folder in map(_find_folder, several):
-        if unpacked := open_archives(folder):
-            records += [run for claim in unpacked_claims(unpacked) for run in _read_claim(claim)]
-        elif (folder / MANIFEST_FILE).is_file():
+        if (folder / MANIFEST_FILE).is_file():
             records += read_study(folder).all_records
         elif (folder / "runs").is_dir():
             alone += sorted(path.parent for path in folder.glob("runs/*/config.yaml"))
+        elif unpacked := open_archives(folder):
+            records += [run for claim in unpacked_claims(unpacked) for run in _read_claim(claim)]
         elif (folder / "config.yaml").is_file():
             alone.append(folder)
         else:

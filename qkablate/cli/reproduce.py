@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 from qkablate.cli.arguments import Parser, check_utf8, convert_value, one_of, whole_number
 from qkablate.cli.names import claim_name
-from qkablate.compose.configs import open_hydra
+from qkablate.compose.configs import open_hydra, parse_value
 from qkablate.compose.words import parse_values
 from qkablate.config import KEYS, Config, has_role, no_such_key
 from qkablate.errors import UserError, print_stderr, sanitize
@@ -27,7 +27,7 @@ HELP = """qkablate reproduce: train published claims again: do the numbers agree
 
 Usage: qkablate reproduce CLAIM|all [--seeds N] [--retry failed] [--from FOLDER]
                           [key=value …]
-       qkablate reproduce CLAIM|all --check [N] [--from FOLDER]
+       qkablate reproduce CLAIM|all --check [N] [--from FOLDER] [data.path=FILE]
 
 Trains the claim's runs on this machine, with seeds that no published run has
 (they follow from the claim's hash), tunes the learning rates anew, and says of
@@ -139,7 +139,10 @@ def _check(registration: "Registration", archive: "Archive", count: int, words: 
 
     given = _parse(words)
     if others := [key for key in given if key not in ("data.cache", *_PLACES)]:
-        raise UserError(f"{others[0]}: --check takes keys of the data alone; the rest is published")
+        raise UserError(
+            f"{others[0]}: --check takes keys of the data alone; leave it out: the rest is as"
+            " published"
+        )
     agreements = check_runs(archive, registration, count, given)
     print(f"\n{registration.claim.title}: published runs, trained again")
     rows = []
@@ -151,6 +154,11 @@ def _check(registration: "Registration", archive: "Archive", count: int, words: 
     print_table(["run", "largest difference, nats", "allowed", ""], rows)
     for reason in dict.fromkeys(reason for run in agreements for reason in run.reasons):
         print_text(f"  not bit for bit: {reason}")
+    if any(run.tolerance is None for run in agreements):
+        print_text(
+            "  not known: no arm has two published seeds; the same CPU, torch and threads give"
+            " every bit"
+        )
     return int(not agreements or not all(run.agrees for run in agreements))
 
 
@@ -210,13 +218,13 @@ def _reproduce(registration: "Registration", root: str, args: Namespace, words: 
 
 
 def _parse(words: list[str]) -> dict[str, str]:
-    """Return the values of the user's keys, without quotes."""
+    """Return the values of the user's keys as configs have them, but for those that are null."""
     with open_hydra():
-        parsed = dict(map(parse_values, words))
-    for key, values in parsed.items():
-        if len(values) > 1:
-            raise UserError(f"{key}: give one value")
-    return {key: value for key, (value,) in parsed.items()}
+        for key, values in map(parse_values, words):
+            if len(values) > 1:
+                raise UserError(f"{key}: give one value")
+    pairs = ((word.partition("=")[0], parse_value(word)) for word in words)
+    return {key: str(value) for key, value in pairs if value is not None}
 
 
 def _note_other_data(published: "Judgement", manifest: "Manifest") -> None:
@@ -227,8 +235,9 @@ def _note_other_data(published: "Judgement", manifest: "Manifest") -> None:
     names = [name for name, own, other in pairs if own.facts.get(key) != other.facts.get(key)]
     if names:
         print_stderr(
-            f"qkablate: the data differ from the published ones (another file, or another version"
-            f" of what they are made of): {format_list(names)}"
+            "qkablate: the data differ from the published ones (another file, or another version of"
+            " what they are made of), so that agreement is not to be expected of"
+            f" {format_list(names)}"
         )
 
 

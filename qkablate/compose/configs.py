@@ -41,14 +41,14 @@ def make_config(words: Mapping[str, str], name: str = "train", *, resolved: bool
             raise UserError(no_such_key(key))
         check_digits(key, value)
         try:
-            OmegaConf.update(typed, key, _parse_value(f"{key}={value}"), force_add=False)
+            OmegaConf.update(typed, key, parse_value(f"{key}={value}"), force_add=False)
         except OmegaConfBaseException as error:
             raise UserError(explain(error)) from None
     return build_config(typed, resolved=resolved)
 
 
 @functools.lru_cache(maxsize=100_000)
-def _parse_value(word: str) -> Any:
+def parse_value(word: str) -> Any:
     """Return the value that a word gives its key."""
     from hydra.core.override_parser.overrides_parser import OverridesParser
     from hydra.errors import HydraException

@@ -62,6 +62,15 @@ def test_published_runs_are_read_from_archives(tmp_path):
         api.load_sweep(PUBLISHED)
 
 
+def test_archive_without_runs_is_rejected(tmp_path):
+    archive = read_archive(sorted(PUBLISHED.glob("*.json.gz"))[0])
+    for look in archive.looks.values():
+        look["manifest"]["runs"] = []
+    archive.write(tmp_path / "empty")
+    with pytest.raises(api.UserError, match="is no archive of runs, or damaged: a sweep has no"):
+        api.load_runs(tmp_path / "empty")
+
+
 def test_another_folder_is_rejected(tmp_path):
     with pytest.raises(api.UserError, match=r"'nowhere' is not a run, .*load_sweep\(name, out\)"):
         api.load_runs("nowhere")

@@ -141,7 +141,7 @@ def test_mistakes_are_one_line(qkablate, published):
 @pytest.mark.parametrize(
     ("place", "settings", "message"),
     [
-        ("grid", {"variant": "standard,no_q,{evil}"}, "an arm of the claim is of a variant file"),
+        ("grid", {"variant": "standard,no_q,{evil}"}, "grid: variant names a file"),
         ("grid", {"variant.file": "{evil}"}, "grid: variant.file names a file"),
         ("grid", {"+variant.file": "{evil}"}, "grid: +variant.file: there is no such key"),
         ("grid", {"out": "elsewhere"}, "grid: out changes no result"),
@@ -149,6 +149,13 @@ def test_mistakes_are_one_line(qkablate, published):
         ("tasks", {"recall": {"variant.file": "{evil}"}}, "tasks.recall: variant.file names"),
         ("tasks", {"recall": {"tracking.entity": "x"}}, "tasks.recall: tracking.entity changes"),
         ("baseline", {"variant.file": "{evil}"}, "baseline: variant.file names a file"),
+        ("grid", {"data": "../../../tmp/evil"}, "grid: data names a file (allowed: add"),
+        ("tasks", {"recall": {"data": "a/b"}}, "tasks.recall: data names a file"),
+        (
+            "grid",
+            {"data.files": "https://x/${oc.env:HOME}"},
+            "grid: data.files has an interpolation",
+        ),
     ],
 )
 def test_claim_of_a_stranger_runs_no_code_and_sets_no_key_of_the_machine(
@@ -179,6 +186,19 @@ def test_files_of_the_author_are_not_read(qkablate, published, made_up, words):
     done = qkablate("reproduce", "mine", "--from", "shared", cache, *words)
     assert_refused(done, path, "give your own copy: data.path=FILE")
     assert not Path("outputs/runs").exists()
+
+
+@pytest.mark.parametrize("name", ["a file.txt", "ä.txt", "a,b*.txt"])
+def test_path_that_needs_quotes_can_be_given(qkablate, published, made_up, tmp_path, name):
+    """Hydra wants quotes around it; the value is compared without them."""
+    path, cache = published
+    (tmp_path / name).write_bytes(Path(path.removeprefix("data.path=")).read_bytes())
+    given = [f'data.path="{tmp_path}/{name}"', cache]
+    done = qkablate("reproduce", "mine", "--from", "shared", *given)
+    assert done.code == 0, done.err
+    done = qkablate("reproduce", "mine", "--from", "shared", *given, "--check", "1")
+    assert "give your own copy" not in done.err
+    assert "differs" in done.out or "DISAGREES" in done.out
 
 
 def test_other_data_are_named(qkablate, published, made_up, tmp_path):

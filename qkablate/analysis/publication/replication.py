@@ -2,10 +2,14 @@
 
 import hashlib
 import math
+import os
+import re
 import statistics
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import cache
 
+import yaml
 from scipy import stats
 
 from qkablate.analysis.claims.claim import Claim
@@ -15,7 +19,7 @@ from qkablate.analysis.publication.archive import Archive
 from qkablate.analysis.publication.encoding import Fields
 from qkablate.analysis.publication.publish import document_group
 from qkablate.analysis.stats import ALPHA, Interval, Sample
-from qkablate.config import KEYS, Config, config_names, no_such_key
+from qkablate.config import KEYS, Config, conf_dir, config_names, no_such_key
 from qkablate.config.data import DataConfig
 from qkablate.data.hub import FILE_FORMATS
 from qkablate.errors import UserError, sanitize
@@ -24,6 +28,9 @@ from qkablate.sweeps.planning.manifest import Arm
 # Standard deviations of the difference of two runs with other rounding, within which they agree.
 _TOLERANCE = 3 * math.sqrt(2)
 _SAME = ("cpu", "torch", "threads")
+_HUB_NAME = re.compile(r"[\w-][\w.-]*(/[\w-][\w.-]*)?")
+_OUTSIDE = re.compile(r"^[/~]|\.\.|://|::")  # of a data set's own folder
+_PATH = re.compile(r"[/\\]|\.\.")  # in the name of a choice of a group
 
 
 @dataclass(frozen=True)
@@ -89,7 +96,13 @@ def check_trainable(arm: Arm) -> None:
     """Raise UserError for an arm that would run code of somebody else, or needs another run."""
     if arm.facts.get("circuits_from_outside"):
         raise UserError(f"{arm.name} is of a variant file, which is not published with its runs")
+    if any(parent.run is not None for parent in arm.parents.values()):
+        raise UserError(_begins(arm.name))
     check_config(arm.config, arm.name)
+
+
+def _begins(name: str) -> str:
+    return f"{name} begins from another run, which is not published"
 
 
 def check_config(config: Config, name: str = "an arm of the claim") -> None:
@@ -97,27 +110,42 @@ def check_config(config: Config, name: str = "an arm of the claim") -> None:
     if config.variant.file is not None:
         raise UserError(f"{name} is of a variant file, which is not published with its runs")
     if config.init_from.run is not None:
-        raise UserError(f"{name} begins from another run, which is not published")
+        raise UserError(_begins(name))
 
 
 def check_places(config: Config, given: Mapping[str, str], name: str) -> None:
-    """Raise UserError if an arm reads a file of its author's machine, not one that is given."""
+    """Raise UserError if an arm reads a file or an address of its author's, unless it is given."""
     for key, value in places(config.data).items():
         if given.get(key) != value:
             raise UserError(
-                f"{name} reads {key}={sanitize(value)}, a file of its author's, which is not"
-                f" published with its runs; give your own copy: {key}=FILE"
+                f"{name} reads {key}={sanitize(value)}, which its author chose and did not publish;"
+                f" give your own copy: {key}=FILE (quoted as Hydra wants it: '{key}=\"my file\"')"
             )
 
 
 def places(data: DataConfig) -> dict[str, str]:
-    """Return the keys that name files or folders of a machine, with their values."""
+    """Return the keys that name files, folders or addresses, with their values.
+
+    A data set of the Hub is none, nor is what qkablate's own configurations name.
+    """
+    if data.path is None and (data.name, data.files) in _shipped_data():
+        return {}
     found = {"data.path": data.path}
-    if data.name in FILE_FORMATS:
-        found["data.files"] = data.files
-    elif data.name is not None and data.name.startswith((".", "/", "~")):
-        found["data.name"] = data.name
+    name, files = data.name or "", data.files or ""
+    is_hub = _HUB_NAME.fullmatch(name) and ".." not in name and not os.path.isdir(name)
+    if name and not is_hub:
+        found["data.name"] = name
+    if files and (name in FILE_FORMATS or _OUTSIDE.search(files)):
+        found["data.files"] = files
     return {key: value for key, value in found.items() if value is not None}
+
+
+@cache
+def _shipped_data() -> frozenset[tuple[str | None, str | None]]:
+    """Return the name and the files of each data set in conf/data that has a name."""
+    paths = (conf_dir() / "data" / f"{name}.yaml" for name in config_names("data"))
+    contents = (yaml.safe_load(path.read_text(encoding="utf-8")) for path in paths)
+    return frozenset((own["name"], own.get("files")) for own in contents if own.get("name"))
 
 
 def check_claim(claim: Claim) -> None:
@@ -134,6 +162,11 @@ def check_claim(claim: Claim) -> None:
                 raise UserError(f"{where}: {no_such_key(key)}")
             if key == "variant.file" or key.startswith("init_from."):
                 raise UserError(f"{where}: {key} names a file that is not published with the runs")
+            if "${" in str(settings[key]):  # it could read the environment
+                raise UserError(f"{where}: {key} has an interpolation; a published claim has none")
+            if config_names(key) and _PATH.search(str(settings[key])):
+                choices = ", ".join(config_names(key))
+                raise UserError(f"{where}: {key} names a file (allowed: {choices})")
         check_settings(where, settings)
 
 
@@ -149,9 +182,9 @@ class RunAgreement:
 
     @property
     def agrees(self) -> bool:
-        if self.difference is None or self.tolerance is None:
+        if self.difference is None:
             return False
-        return self.difference <= self.tolerance
+        return self.difference <= (self.tolerance or 0.0)
 
 
 def compare_run(

@@ -90,6 +90,8 @@ def write_archive(archive: Archive, out: Path) -> None:
     _write_json(registered / CLAIM_FILE, archive.registration)
     for n, look in archive.looks.items():
         manifest = look["manifest"]
+        if not manifest["runs"]:
+            raise ValueError("a sweep has no runs")
         sweep = out / "sweeps" / f"{manifest['name']}-{manifest['id']}"
         sweep.mkdir(parents=True, exist_ok=True)
         _write_json(sweep / MANIFEST_FILE, manifest | {"sha256": hash_json(manifest)})

@@ -37,15 +37,15 @@ def scaling_chart(section: Section) -> Chart | None:
     return Chart("scaling", "Scaling laws", caption, panels) if panels else None
 
 
-def _sides(fit: GridFit) -> Iterable[tuple[str, ScalingLaw]]:
-    """Yield the variant and the law of the arm, and of its baseline."""
-    gap = fit.gaps[-1]
-    return zip((gap.arm.arm.variant, gap.baseline.arm.variant), fit.laws, strict=True)
+def _sides(section: Section, fit: GridFit) -> Iterable[tuple[str, ScalingLaw]]:
+    """Yield the style's name and the law of the arm, and of its baseline."""
+    gap, names = fit.gaps[-1], section.style_names
+    return zip((names[gap.arm.name], names[gap.baseline.name]), fit.laws, strict=True)
 
 
 def _frontier_panel(section: Section, fit: GridFit) -> ChartPanel:
     points, lines = list[Spec](), list[Spec]()
-    for variant, law in _sides(fit):
+    for variant, law in _sides(section, fit):
         data = law.data
         flops_P = data.flops_P * data.tokens_P
         for flops, loss, params in zip(flops_P, data.losses_P, data.params_P, strict=True):
@@ -75,7 +75,7 @@ def _iso_loss_panel(section: Section, fit: GridFit) -> ChartPanel:
     losses = np.sort(baseline.data.losses_P)
     rows = list[Spec]()
     for loss in np.linspace(losses[0], losses[-1], _LEVELS + 2)[1:-1]:
-        for variant, law in _sides(fit):
+        for variant, law in _sides(section, fit):
             sizes = law.data.params_P
             for params in np.geomspace(sizes.min() / REACH, sizes.max() * REACH, _POINTS):
                 if (tokens := law.tokens_for(float(loss), float(params))) is not None:
@@ -88,7 +88,8 @@ def _iso_loss_panel(section: Section, fit: GridFit) -> ChartPanel:
     layers = [base.make_layer("line", lines, strokeWidth=1.5)]
     ends = {row["level"]: row for row in rows}  # the last point of each line
     text = {"x": x, "y": y, "text": {"field": "loss"}} | base.by_variant(section, "color")
-    own = [row for row in ends.values() if row["variant"] == fit.gaps[-1].baseline.arm.variant]
+    name = section.style_names[fit.gaps[-1].baseline.name]
+    own = [row for row in ends.values() if row["variant"] == name]
     if own:
         layers.append(base.make_layer("text", text, own, align="left", dx=4, fontSize=11))
     return base.make_panel(f"{fit.summary.arm}: equal loss", rows, layers, 260)
@@ -96,7 +97,7 @@ def _iso_loss_panel(section: Section, fit: GridFit) -> ChartPanel:
 
 def _horizon_panel(section: Section, fit: GridFit) -> ChartPanel:
     largest = fit.gaps[-1]
-    variant = largest.arm.arm.variant
+    variant = section.style_names[largest.arm.name]
     gaps = [gap for gap in fit.gaps if gap.arm.arm.params == largest.arm.arm.params]
     rows = list[Spec]()
     for gap in gaps:

@@ -1,7 +1,6 @@
 """Published results of others beside those of the study, with their sizes and directions."""
 
 import math
-from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
@@ -31,6 +30,7 @@ class Anchor:
     found: str | None = None  # one of FINDINGS; None: a number that compares nothing
     claim: str | None = None
     part: str | None = None
+    data: str | None = None  # of a part that compares on several
     command: str | None = None
 
 
@@ -55,35 +55,42 @@ def find_outcome(judged: PartJudgement) -> str:
 
 def format_anchors(claims: list[StudiedClaim]) -> str:
     """Return the section of the page with a row for each published result."""
-    parts: dict[tuple[str, str], tuple[StudiedClaim, PartJudgement]] = {}
-    for studied in claims:
-        if studied.judgement.has_ended:
-            for judged in studied.judgement.parts:
-                parts.setdefault((studied.claim.name, judged.comparison.part), (studied, judged))
-    rows = [_make_row(anchor, parts) for anchor in load_anchors()]
+    newest = {}  # of the registrations of a claim
+    for studied in sorted(claims, key=lambda studied: studied.registration.when):
+        newest[studied.claim.name] = studied
+    rows = [_make_row(anchor, newest.get(anchor.claim or "")) for anchor in load_anchors()]
     table = format_markdown(Table("", _COLUMNS, rows)).partition("\n\n")[2].strip()
     sources = {anchor.source: anchor.link for anchor in load_anchors() if anchor.link}
     links = ", ".join(f"[{escape_markdown(name)}]({link})" for name, link in sources.items())
     return (
         "## Beside published results { #published }\n\nWhat others report, and what the same"
-        f" question gave here, at the size of this page's models.\n\n{table}\n\nTheir numbers are"
-        f" from: {links}."
+        " question gave here, at the size of this page's models. Equal is within the margin of the"
+        f" claim's part.\n\n{table}\n\nTheir numbers are from: {links}."
     )
 
 
-def _make_row(
-    anchor: Anchor, parts: Mapping[tuple[str, str], tuple[StudiedClaim, PartJudgement]]
-) -> list[str]:
+def _make_row(anchor: Anchor, studied: StudiedClaim | None) -> list[str]:
     cells = [anchor.asks, f"{anchor.source}: {anchor.setting}", anchor.reported]
     cells.append(anchor.found or "–")
-    if (found := parts.get((anchor.claim or "", anchor.part or ""))) is None:
-        claim = f"qkablate claim run {anchor.claim}"
-        return [*cells, Code(anchor.command or claim), "not run"]
-    studied, judged = found
+    if studied is None:
+        return [*cells, Code(anchor.command or f"qkablate claim run {anchor.claim}"), "not run"]
+    if not studied.judgement.has_ended:
+        study = studied.judgement.study
+        return [*cells, Code(studied.command), f"{study.ended} of {study.expected} runs"]
+    judged = find_part(studied, anchor)
+    if judged.part.sample.interval(0.95) is None:
+        return [*cells, "–", find_outcome(judged)]
     low, high = judged.interval(0.95)
     mean = judged.unit.natural(judged.part.sample.mean)
-    params = max(entry.arm.total_params for entry in studied.section.study.entries)
-    estimate = (
-        f"{mean:+.4f} [{low:+.4f}, {high:+.4f}] {_UNITS[judged.unit]}n = {judged.part.sample.n}"
+    pairs = [entry.arm.total_params for gap in judged.gaps for entry in (gap.arm, gap.baseline)]
+    size = f"{_UNITS[judged.unit]}n = {judged.part.sample.n}, {max(pairs):,} parameters"
+    return [*cells, f"{mean:+.4f} [{low:+.4f}, {high:+.4f}] {size}", find_outcome(judged)]
+
+
+def find_part(studied: StudiedClaim, anchor: Anchor) -> PartJudgement:
+    """Return the part of a claim that asks what a published result says."""
+    return next(
+        judged
+        for judged in studied.judgement.parts
+        if judged.comparison.part == anchor.part and anchor.data in (None, judged.comparison.world)
     )
-    return [*cells, f"{estimate}, {params:,} parameters", find_outcome(judged)]

@@ -1,6 +1,7 @@
 """Published results beside the study's own: they ask what a part of a claim asks."""
 
 import math
+import shlex
 from types import SimpleNamespace
 
 import pytest
@@ -8,24 +9,33 @@ import pytest
 from qkablate.analysis.claims.measures import Unit
 from qkablate.analysis.claims.parse import load_claim
 from qkablate.analysis.stats import Sample
-from qkablate.cli import main
-from qkablate.report.study.anchors import FINDINGS, find_outcome, format_anchors, load_anchors
+from qkablate.compose.configs import make_config, open_hydra
+from qkablate.compose.words import expand_words, split_words
+from qkablate.report.study.anchors import (
+    FINDINGS,
+    find_outcome,
+    find_part,
+    format_anchors,
+    load_anchors,
+)
 from qkablate.report.study.claims import read_claims
 from tests.report.study.test_page import STUDY
 
 
 @pytest.mark.parametrize("anchor", load_anchors(), ids=lambda anchor: anchor.source[:12])
-def test_anchor_names_a_part_of_a_claim_or_a_valid_command(anchor, capsys):
+def test_anchor_names_a_part_of_a_claim_or_a_valid_command(anchor):
     assert anchor.found in (*FINDINGS, None)
     assert (anchor.claim is None) != (anchor.command is None)
     if anchor.claim is not None:
-        assert anchor.part in load_claim(anchor.claim).parts
+        part = load_claim(anchor.claim).parts[anchor.part]
+        assert anchor.data in part.data if len(part.data) > 1 else anchor.data is None
         return
-    words = anchor.command.replace("'", "").split()[1:]
-    with pytest.raises(SystemExit) as exit_:
-        main([*words, *(["--cfg", "job"] if words[0] == "train" else ["--help"])])
-    assert exit_.value.code == 0
-    assert capsys.readouterr().out
+    verb, *words = shlex.split(anchor.command)[1:]
+    assert verb in ("train", "sweep")
+    with open_hydra():
+        jobs = expand_words([word for word in words if not word.startswith("sweep.")])
+        configs = [make_config(split_words(job), resolved=False) for job in jobs]
+    assert (len(configs) > 1) == (verb == "sweep")
 
 
 def judge(*values, margin=0.05, unit=Unit.NATS, open_above=False):
@@ -53,11 +63,7 @@ def test_figures_of_the_study_are_those_of_its_runs():
     known = {studied.claim.name: studied for studied in claims}
     for anchor, row in zip(load_anchors(), rows, strict=True):
         if anchor.claim in known:
-            (part,) = (
-                part
-                for part in known[anchor.claim].judgement.parts
-                if part.comparison.part == anchor.part
-            )
+            part = find_part(known[anchor.claim], anchor)
             assert f"{part.unit.natural(part.part.sample.mean):+.4f} [" in row
             assert f"n = {part.part.sample.n}," in row
             assert row.endswith(f"| {find_outcome(part)} |")
