@@ -7,6 +7,7 @@ from collections import Counter
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,7 @@ from qkablate.runs.records import decode_row, read_result
 from qkablate.sweeps.engines.base import LOG_FILE, read_last_line
 from qkablate.sweeps.planning.manifest import Manifest, SweepRun
 from qkablate.sweeps.planning.tuning import LrSearch, Searches, next_runs
+from qkablate.sweeps.prefixes import count_trained_steps
 
 ENDED = ("done", "diverged", "failed")
 STATUSES = ("done", "running", "waiting", "interrupted", "diverged", "failed")
@@ -132,16 +134,21 @@ class SweepState:
         return sum(s.tokens_per_second for s in self.states.values() if s.status == "running")
 
     def seconds_left(self) -> float | None:
-        """Estimate the time left, at the past speed with as many runs in parallel as now."""
+        """Estimate the time left, at the past speed with as many runs in parallel as now.
+
+        Runs that branch off a longer one are taken to train the steps after it alone.
+        """
         flops_done = seconds = flops_left = speed = 0.0
         running = 0
         for state in self.states.values():
             arm = self.manifest.arms[state.run.arm]
+            part = self._trained_parts.get(state.run.id, 1.0)
             if state.status in ("done", "diverged") and state.result is not None:
-                flops_done += arm.flops * state.result["tokens"]
+                flops_done += arm.flops * state.result["tokens"] * part
                 seconds += state.result["seconds"]
             elif state.status != "failed":
-                flops_left += arm.train_flops * (1 - state.step / int(arm.config.train.steps))
+                left = 1 - state.step / int(arm.config.train.steps)
+                flops_left += arm.train_flops * min(left, part)
             if state.status == "running":
                 running += 1
                 speed += state.tokens_per_second * arm.flops
@@ -151,6 +158,10 @@ class SweepState:
             return 0.0 if flops_left <= 0 else None
         speed = running * flops_done / seconds if seconds else speed
         return flops_left / speed if speed else None
+
+    @cached_property
+    def _trained_parts(self) -> Mapping[str, float]:
+        return count_trained_steps(self.manifest, self.manifest.runs).fractions
 
     def _open_arms(self) -> list[str]:
         """Return the arms whose learning rate is not chosen yet."""

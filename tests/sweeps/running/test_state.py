@@ -50,3 +50,22 @@ def test_half_written_row_is_skipped(tmp_path):
     path.write_text(json.dumps({"step": 7, "train/loss": 2.0}) + "\n" + text[:20_000])
     assert latest_metrics(tmp_path) == {"step": 7, "train/loss": 2.0}
     assert latest_metrics(tmp_path / "none") == {}
+
+
+def test_time_left_counts_the_steps_of_a_branch_that_are_trained(plan_grid):
+    """Of runs of 10, 20 and 40 steps, the shorter train their cooldowns of 2 and 4 steps alone."""
+    manifest = plan_grid("optim.schedule=wsd", "optim.warmup=2", "train.steps=10,20,40")
+    sweep_state = SweepState(manifest)
+    lengths = {
+        int(manifest.arms[state.run.arm].config.train.steps): state
+        for state in sweep_state.states.values()
+    }
+    longest = manifest.arms[lengths[40].run.arm]
+    tokens_per_step = longest.tokens / 40
+    lengths[40].status = "running"
+    lengths[40].metrics = {"step": 20, "perf/tokens_per_second": tokens_per_step}
+    assert sweep_state.seconds_left() == pytest.approx(20 + 4 + 2)
+    lengths[40].status, lengths[40].metrics = "done", None
+    lengths[40].result = {"tokens": longest.tokens, "seconds": 40.0}
+    lengths[20].status, lengths[20].metrics = "running", {"step": 18}
+    assert sweep_state.seconds_left() == pytest.approx(2 + 2)
