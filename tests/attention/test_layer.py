@@ -277,7 +277,6 @@ def test_static_scores_reject_longer_sequences():
         ("symmetric", "separate", {"position": "rope"}, "one W cannot be"),
         ("reassociated", "separate", {"position": "rope"}, "leaves no queries and keys of d_head"),
         ("static", "separate", {"position": "rope"}, "no queries and keys to rotate"),
-        ("uniform", "separate", {"position": "rope"}, "no queries and keys to rotate"),
         ("separate", "separate", {"position": "rope", "d": 15}, "5 wide, an odd number"),
         ("low_rank", "separate", {"position": "rope", "rank": 3}, "3 wide, an odd number"),
         ("latent", "separate", {"position": "rope"}, "could not absorb W_k"),
@@ -322,11 +321,20 @@ def test_all_other_combinations_are_supported():
         )
         if (qk, ov) == ("shared", "grouped")
         or (qk not in NORMABLE and norm != "none")
-        or (qk not in ROTATABLE and position == "rope")
+        or (qk not in (*ROTATABLE, "uniform") and position == "rope")
         or (ov == "tied" and qk in (*(set(QK_CIRCUITS) - set(ROTATABLE)), "no_k", "no_qk"))
         or (ov == "latent" and qk != "latent")
     }
     assert rejected == expected
+
+
+def test_uniform_attention_is_the_same_with_rope():
+    """It has nothing to rotate, so it is the floor of models with rope, too."""
+    plain, rotated = random_layer("uniform"), random_layer("uniform", position="rope")
+    x = stream(7)
+    assert rotated.rope is None
+    assert torch.equal(plain(x), rotated(x))
+    assert "do not depend on x" in rotated.no_circuit_reason
 
 
 def test_no_circuit_reason_of_norms_and_rope():

@@ -210,10 +210,24 @@ def _check_matching(sides: Sides, axis: str) -> Answer:
     message = ", ".join(
         f"{k} {value:+.1%}" if value else f"equal {k}" for k, value in excess.items()
     )
+    rotated = [_format_rotated(entry) for entry in sides]
+    differs = rotated[0] != rotated[1]
+    message += f"; rope rotates {' against '.join(rotated)}" if differs else ""
     held = {"params": "params", "flops": "training FLOPs"}.get(axis)
     if held is None:
-        return NOTE if any(excess.values()) else OK, f"at equal tokens: {message}"
-    return OK if abs(excess[held]) <= TOLERANCE else WARNING, message
+        return NOTE if any(excess.values()) or differs else OK, f"at equal tokens: {message}"
+    if abs(excess[held]) > TOLERANCE:
+        return WARNING, message
+    return NOTE if differs else OK, message
+
+
+def _format_rotated(entry: Entry) -> str:
+    """Format which dimensions rope rotates: all of a head, or a few of the variant's own."""
+    config = entry.arm.config
+    if config.model.position != "rope":
+        return "none"
+    dims = config.variant.rope_dims
+    return "all dimensions of a head" if dims is None else f"{dims} dimensions of their own"
 
 
 def _check_start(sides: Sides) -> Answer:

@@ -158,8 +158,7 @@ class Uniform(QK):
     source = "lower bound"
     cached = ""
     can_start_symmetric = True  # it has no W_q and W_k that could differ
-    no_rope_reason = "there are no queries and keys to rotate"
-    scores_are_zero = True
+    scores_are_zero = True  # with any position but alibi
     no_circuit_reason = "the scores do not depend on x"
 
     def __init__(self, spec: Spec) -> None:
@@ -184,6 +183,7 @@ class StaticScores(Uniform):
     """
 
     scores_are_zero = False
+    no_rope_reason = "there are no queries and keys to rotate"
     match = "spread"
     naive_match = "none"
     can_start_symmetric = False

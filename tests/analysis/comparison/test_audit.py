@@ -265,6 +265,18 @@ def test_initialization_match_is_reported(pair, match, state):
     assert found.message == ("matched exactly" if state == OK else f"matched: no_q-d16-h2 {match}")
 
 
+@pytest.mark.parametrize(
+    ("arm", "text"),
+    [("mla", "rope rotates 4 dimensions of their own against all dimensions"), ("no_q", "")],
+)
+def test_other_rotated_dimensions_are_named(cached_world, arm, text):
+    words = f"variant=standard,{arm}", "seed=range(2)", "model.position=rope"
+    found = checks(cached_world(*words).finish(loss_of))["matched"]
+    assert text in found.message
+    assert ("rotates" in found.message) == bool(text)
+    assert found.state == NOTE
+
+
 @pytest.mark.parametrize("lr", [{"matched": 1.0}, {"factor": "x"}, {"factor": [2.0]}])
 def test_malformed_rate_of_a_circuit_is_not_reported(pair, lr):
     change(pair, is_arm, lr=lr)
