@@ -65,12 +65,14 @@ def write_study(study: Path) -> list[Path]:
 
 
 def format_answers(claims: list[StudiedClaim]) -> str:
-    """Return the table of the claims that have ended: question, verdict, estimate, n; or ''."""
+    """Return the table of the claims that have ended, with the part that decides; or ''."""
     rows = []
     for studied in claims:
-        for number, (part, n, estimate, word) in enumerate(studied.estimates):
-            says, verdict = ("", word) if number else (studied.claim.says, studied.verdict)
-            rows.append([says, verdict, part, estimate, n])
+        if not studied.estimates:
+            continue
+        (part, n, estimate, _), *others = studied.estimates
+        more = f" and {len(others)} more" if others else ""
+        rows.append([studied.claim.says, studied.verdict, f"{part}{more}", estimate, n])
     if not rows:
         return ""
     columns = ["claim", "verdict", "part", "measured, interval", "n"]
