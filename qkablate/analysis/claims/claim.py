@@ -4,6 +4,7 @@ import dataclasses
 import hashlib
 import itertools
 import json
+import re
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -215,7 +216,7 @@ def _shared_values(
     return [
         f"{key.rpartition('.')[2]}={values[key]}"
         for key, text in claim.grid.items()
-        if "," in text or "(" in text
+        if re.search(r"[,(]", re.sub(r"\[[^]]*\]", "", text))  # [0.9,0.95] is one value
         if key in values and values[key] == other_values.get(key)
         if key != "variant" and key not in claim.tasks.get(world, {})
         if not key.startswith("train.")

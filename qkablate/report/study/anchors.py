@@ -32,6 +32,7 @@ class Anchor:
     part: str | None = None
     data: str | None = None  # of a part that compares on several
     command: str | None = None
+    note: str | None = None  # why the two differ; a section of the registrations tells more
 
 
 @cache
@@ -62,10 +63,16 @@ def format_anchors(claims: list[StudiedClaim]) -> str:
     table = format_markdown(Table("", _COLUMNS, rows)).partition("\n\n")[2].strip()
     sources = {anchor.source: anchor.link for anchor in load_anchors() if anchor.link}
     links = ", ".join(f"[{escape_markdown(name)}]({link})" for name, link in sources.items())
+    notes = [
+        f"\n\n{escape_markdown(anchor.asks)}: {escape_markdown(anchor.note)}"
+        f" ([registrations.md](registrations.md#{anchor.claim}))."
+        for anchor in load_anchors()
+        if anchor.note
+    ]
     return (
         "## Beside published results { #published }\n\nWhat others report, and what the same"
         " question gave here, at the size of this page's models. Equal is within the margin of the"
-        f" claim's part.\n\n{table}\n\nTheir numbers are from: {links}."
+        f" claim's part.\n\n{table}\n\nTheir numbers are from: {links}." + "".join(notes)
     )
 
 
@@ -80,8 +87,8 @@ def _make_row(anchor: Anchor, studied: StudiedClaim | None) -> list[str]:
     judged = find_part(studied, anchor)
     if judged.part.sample.interval(0.95) is None:
         return [*cells, "–", find_outcome(judged)]
-    low, high = judged.interval(0.95)
     mean = judged.unit.natural(judged.part.sample.mean)
+    mean, low, high = (end + 0.0 for end in (mean, *judged.interval(0.95)))  # no -0.0
     pairs = [entry.arm.total_params for gap in judged.gaps for entry in (gap.arm, gap.baseline)]
     size = f"{_UNITS[judged.unit]}n = {judged.part.sample.n}, {max(pairs):,} parameters"
     return [*cells, f"{mean:+.4f} [{low:+.4f}, {high:+.4f}] {size}", find_outcome(judged)]

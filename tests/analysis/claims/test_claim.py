@@ -5,11 +5,12 @@ import itertools
 import json
 import random
 import statistics
+from types import SimpleNamespace
 
 import pytest
 import yaml
 
-from qkablate.analysis.claims.claim import find_comparisons
+from qkablate.analysis.claims.claim import _shared_values, find_comparisons
 from qkablate.analysis.claims.parse import claim_names, load_claim, parse_claim, scales
 from qkablate.analysis.claims.registry import claim_grid
 from qkablate.compose.configs import make_config, open_hydra
@@ -829,3 +830,12 @@ def test_parts_compare_arms_of_their_own_data(world):
     for one, source in zip(found, ("text", "induction"), strict=True):
         (pair,) = one.pairs
         assert {arms[name].config.data.source for name in pair} == {source}
+
+
+def test_pairs_are_named_by_the_settings_that_have_several_values():
+    """A list is one value."""
+    grid = {"optim.betas": "[0.9,0.999]", "model.heads": "2,4", "model.d_model": "range(8,24,8)"}
+    values = {"optim.betas": "[0.9, 0.999]", "model.heads": 2, "model.d_model": 8}
+    claim = SimpleNamespace(grid=grid, tasks={})
+    assert _shared_values(claim, "text", values, values) == ["heads=2", "d_model=8"]
+    assert _shared_values(claim, "text", values, values | {"model.heads": 4}) == ["d_model=8"]

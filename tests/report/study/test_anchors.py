@@ -64,7 +64,7 @@ def test_figures_of_the_study_are_those_of_its_runs():
     for anchor, row in zip(load_anchors(), rows, strict=True):
         if anchor.claim in known:
             part = find_part(known[anchor.claim], anchor)
-            assert f"{part.unit.natural(part.part.sample.mean):+.4f} [" in row
+            assert f"{part.unit.natural(part.part.sample.mean) + 0.0:+.4f} [" in row
             assert f"n = {part.part.sample.n}," in row
             assert row.endswith(f"| {find_outcome(part)} |")
         else:
