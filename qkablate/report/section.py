@@ -52,12 +52,12 @@ class Section:
 
     @property
     def variants(self) -> tuple[str, ...]:
-        """What has a style: the variants, and arms that differ from a baseline of their variant."""
+        """Return what has a style: the variants, and arms with the variant of their baseline."""
         return tuple(dict.fromkeys(self.style_names.values()))
 
     @cached_property
     def style_names(self) -> dict[str, str]:
-        """What each arm is drawn as: its variant, with its settings if its baseline has it, too."""
+        """Return what each arm is drawn as: its variant, with settings if its baseline has it."""
         names = {entry.name: entry.arm.variant for entry in self.study.entries}
         for family in self.families:
             variant, own = family.baseline.arm.variant, _split_name(family.baseline)

@@ -145,7 +145,7 @@ def _find_comparisons_in(
     spec.measure.check_arms(f"parts.{part}.of", [arm for pair in pairs for arm in pair])
     groups: dict[str, list[tuple[Arm, Arm]]] = {}
     for arm, other in sorted(pairs, key=lambda pair: pair[0].tokens):
-        words = _shared_values(claim, world, *(_typed_values(side, arms) for side in (arm, other)))
+        words = shared_values(claim, world, *(_typed_values(side, arms) for side in (arm, other)))
         title = " ".join([part, *([f"on {world}"] if len(spec.data) > 1 else []), *words])
         groups.setdefault(title, []).append((arm, other))
     for title, group in groups.items():
@@ -209,7 +209,7 @@ def _typed_values(arm: Arm, arms: list[Arm]) -> dict[str, Any]:
     return values
 
 
-def _shared_values(
+def shared_values(
     claim: Claim, world: str, values: Mapping[str, Any], other_values: Mapping[str, Any]
 ) -> list[str]:
     """Return the varied settings that a pair shares, besides its length."""

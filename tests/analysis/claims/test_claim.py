@@ -10,7 +10,7 @@ from types import SimpleNamespace
 import pytest
 import yaml
 
-from qkablate.analysis.claims.claim import _shared_values, find_comparisons
+from qkablate.analysis.claims.claim import find_comparisons, shared_values
 from qkablate.analysis.claims.parse import claim_names, load_claim, parse_claim, scales
 from qkablate.analysis.claims.registry import claim_grid
 from qkablate.compose.configs import make_config, open_hydra
@@ -837,5 +837,5 @@ def test_pairs_are_named_by_the_settings_that_have_several_values():
     grid = {"optim.betas": "[0.9,0.999]", "model.heads": "2,4", "model.d_model": "range(8,24,8)"}
     values = {"optim.betas": "[0.9, 0.999]", "model.heads": 2, "model.d_model": 8}
     claim = SimpleNamespace(grid=grid, tasks={})
-    assert _shared_values(claim, "text", values, values) == ["heads=2", "d_model=8"]
-    assert _shared_values(claim, "text", values, values | {"model.heads": 4}) == ["d_model=8"]
+    assert shared_values(claim, "text", values, values) == ["heads=2", "d_model=8"]
+    assert shared_values(claim, "text", values, values | {"model.heads": 4}) == ["d_model=8"]

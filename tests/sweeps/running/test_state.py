@@ -53,7 +53,7 @@ def test_half_written_row_is_skipped(tmp_path):
 
 
 def test_time_left_counts_the_steps_of_a_branch_that_are_trained(plan_grid):
-    """Of runs of 10, 20 and 40 steps, the shorter train their cooldowns of 2 and 4 steps alone."""
+    """Runs of 10 and 20 steps, beside one of 40, train their cooldowns of 2 and 4 steps alone."""
     manifest = plan_grid("optim.schedule=wsd", "optim.warmup=2", "train.steps=10,20,40")
     sweep_state = SweepState(manifest)
     lengths = {
