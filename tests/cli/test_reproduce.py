@@ -149,6 +149,7 @@ def test_mistakes_are_one_line(qkablate, published):
         ("tasks", {"recall": {"variant.file": "{evil}"}}, "tasks.recall: variant.file names"),
         ("tasks", {"recall": {"tracking.entity": "x"}}, "tasks.recall: tracking.entity changes"),
         ("baseline", {"variant.file": "{evil}"}, "baseline: variant.file names a file"),
+        ("grid", {"data.name": "x/$\\{oc.env:HOME\\}"}, "data.name has an interpolation"),
         ("grid", {"data": "../../../tmp/evil"}, "grid: data names a file (allowed: add"),
         ("tasks", {"recall": {"data": "a/b"}}, "tasks.recall: data names a file"),
         (

@@ -29,7 +29,7 @@ from qkablate.sweeps.planning.manifest import Arm
 _TOLERANCE = 3 * math.sqrt(2)
 _SAME = ("cpu", "torch", "threads")
 _HUB_NAME = re.compile(r"[\w-][\w.-]*(/[\w-][\w.-]*)?")
-_OUTSIDE = re.compile(r"^[/~]|\.\.|://|::")  # of a data set's own folder
+_HUB_FILES = re.compile(r"[\w*?\[\]{},-][\w*?./\[\]{},-]*")  # below a data set, no address
 _PATH = re.compile(r"[/\\]|\.\.")  # in the name of a choice of a group
 
 
@@ -135,7 +135,8 @@ def places(data: DataConfig) -> dict[str, str]:
     is_hub = _HUB_NAME.fullmatch(name) and ".." not in name and not os.path.isdir(name)
     if name and not is_hub:
         found["data.name"] = name
-    if files and (name in FILE_FORMATS or _OUTSIDE.search(files)):
+    below = _HUB_FILES.fullmatch(files) and ".." not in files
+    if files and (name in FILE_FORMATS or not below):
         found["data.files"] = files
     return {key: value for key, value in found.items() if value is not None}
 
@@ -154,6 +155,12 @@ def check_claim(claim: Claim) -> None:
     They would be followed where its runs are planned: its author may have written any.
     """
     baseline = claim.baseline if isinstance(claim.baseline, Mapping) else {}
+    if isinstance(claim.baseline, str):
+        baseline = {"variant": claim.baseline}
+    for name, spec in claim.parts.items():
+        for key in ("adjust", "axis"):
+            if re.search(r"[^\w.]", str(getattr(spec, key) or "")):
+                raise UserError(f"{claim.title}: parts.{name}.{key}: it is not a plain word")
     tasks = {f"tasks.{name}": settings for name, settings in claim.tasks.items()}
     for place, settings in {"grid": claim.grid, "baseline": baseline, **tasks}.items():
         where = f"{claim.title}: {place}"
@@ -162,7 +169,7 @@ def check_claim(claim: Claim) -> None:
                 raise UserError(f"{where}: {no_such_key(key)}")
             if key == "variant.file" or key.startswith("init_from."):
                 raise UserError(f"{where}: {key} names a file that is not published with the runs")
-            if "${" in str(settings[key]):  # it could read the environment
+            if "$" in str(settings[key]):  # it could read the environment
                 raise UserError(f"{where}: {key} has an interpolation; a published claim has none")
             if config_names(key) and _PATH.search(str(settings[key])):
                 choices = ", ".join(config_names(key))

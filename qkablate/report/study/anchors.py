@@ -84,7 +84,8 @@ def _make_row(anchor: Anchor, studied: StudiedClaim | None) -> list[str]:
     if not studied.judgement.has_ended:
         study = studied.judgement.study
         return [*cells, Code(studied.command), f"{study.ended} of {study.expected} runs"]
-    judged = find_part(studied, anchor)
+    if (judged := find_part(studied, anchor)) is None:
+        return [*cells, Code(studied.command), "not run"]
     if judged.part.sample.interval(0.95) is None:
         return [*cells, "–", find_outcome(judged)]
     mean = judged.unit.natural(judged.part.sample.mean)
@@ -94,10 +95,10 @@ def _make_row(anchor: Anchor, studied: StudiedClaim | None) -> list[str]:
     return [*cells, f"{mean:+.4f} [{low:+.4f}, {high:+.4f}] {size}", find_outcome(judged)]
 
 
-def find_part(studied: StudiedClaim, anchor: Anchor) -> PartJudgement:
-    """Return the part of a claim that asks what a published result says."""
-    return next(
-        judged
-        for judged in studied.judgement.parts
-        if judged.comparison.part == anchor.part and anchor.data in (None, judged.comparison.world)
-    )
+def find_part(studied: StudiedClaim, anchor: Anchor) -> PartJudgement | None:
+    """Return the part of a claim that asks what a published result says; None if it has none."""
+    for judged in studied.judgement.parts:
+        is_asked = judged.comparison.part == anchor.part
+        if is_asked and anchor.data in (None, judged.comparison.world):
+            return judged
+    return None

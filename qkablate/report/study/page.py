@@ -71,7 +71,8 @@ def format_answers(claims: list[StudiedClaim]) -> str:
         if not studied.estimates:
             continue
         (part, n, estimate, _), *others = studied.estimates
-        more = f" and {len(others)} more" if others else ""
+        words = format_list([word for *_, word in others], 2)
+        more = f" ({len(others)} more: {words})" if others else ""
         rows.append([studied.claim.says, studied.verdict, f"{part}{more}", estimate, n])
     if not rows:
         return ""

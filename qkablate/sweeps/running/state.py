@@ -142,12 +142,12 @@ class SweepState:
         running = 0
         for state in self.states.values():
             arm = self.manifest.arms[state.run.arm]
-            part = self._trained_parts.get(state.run.id, 1.0)
             if state.status in ("done", "diverged") and state.result is not None:
-                flops_done += arm.flops * state.result["tokens"] * part
+                flops_done += arm.flops * state.result["tokens"]
                 seconds += state.result["seconds"]
             elif state.status != "failed":
                 left = 1 - state.step / int(arm.config.train.steps)
+                part = self._trained_parts.get(state.run.id, 1.0)
                 flops_left += arm.train_flops * min(left, part)
             if state.status == "running":
                 running += 1

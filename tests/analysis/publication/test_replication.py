@@ -152,6 +152,7 @@ def test_sample_of_runs_is_of_those_that_are_done():
         ({"source": "hub", "name": "a/b", "files": "/etc/passwd"}, "data.files"),
         ({"source": "hub", "name": "a/b", "files": "../../etc/passwd"}, "data.files"),
         ({"source": "hub", "name": "a/b", "files": "zip://x::/etc/x"}, "data.files"),
+        ({"source": "hub", "name": "a/b", "files": "file:/etc/hostname"}, "data.files"),
     ],
     ids=str,
 )

@@ -69,3 +69,7 @@ def test_time_left_counts_the_steps_of_a_branch_that_are_trained(plan_grid):
     lengths[40].result = {"tokens": longest.tokens, "seconds": 40.0}
     lengths[20].status, lengths[20].metrics = "running", {"step": 18}
     assert sweep_state.seconds_left() == pytest.approx(2 + 2)
+    lengths[20].status, lengths[20].metrics = "done", None  # its result has the shared steps, too
+    lengths[20].result = {"tokens": longest.tokens / 2, "seconds": 20.0}
+    lengths[10].status, lengths[10].metrics = "running", {"step": 9}
+    assert sweep_state.seconds_left() == pytest.approx(1)
