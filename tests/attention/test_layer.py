@@ -103,7 +103,7 @@ def test_norms_match_the_reference(qk, norm):
 @pytest.mark.parametrize("qk", QK_CIRCUITS)
 def test_positions_and_self_mask_match_the_reference(qk):
     for position, mask_self in product(("none", "alibi", "rope"), (False, True)):
-        if position == "rope" and qk not in ROTATABLE:
+        if position == "rope" and qk not in (*ROTATABLE, "uniform"):
             continue
         layer = random_layer(qk, position=position, mask_self=mask_self, bias=True)
         for causal in (True, False):
@@ -215,7 +215,8 @@ def test_cached_decoding_with_a_forced_kernel(pair):
 @pytest.mark.parametrize("pair", PAIRS, ids=BY_NAME)
 def test_cached_decoding_with_norms_and_positions(pair):
     for norm, position in product(("none", "qk", "unit_keys"), ("none", "alibi", "rope")):
-        if (norm == "none" or pair[0] in NORMABLE) and (position != "rope" or pair[0] in ROTATABLE):
+        rotates = pair[0] in (*ROTATABLE, "uniform")
+        if (norm == "none" or pair[0] in NORMABLE) and (position != "rope" or rotates):
             for mask_self in (False, True):
                 check_decoding(
                     random_layer(*pair, norm=norm, position=position, mask_self=mask_self)

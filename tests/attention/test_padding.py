@@ -51,7 +51,7 @@ def test_padding_changes_nothing(pair, is_self):
 @pytest.mark.parametrize("qk", QK_CIRCUITS)
 def test_padding_changes_nothing_with_norms_positions_and_self_mask(qk):
     for norm in ("none", *(("qk", "unit_keys") if qk in NORMABLE else ())):
-        for position in ("none", "alibi", *(("rope",) if qk in ROTATABLE else ())):
+        for position in ("none", "alibi", *(("rope",) if qk in (*ROTATABLE, "uniform") else ())):
             for mask_self in (False, True):
                 options = {"norm": norm, "position": position, "mask_self": mask_self}
                 check(random_layer(qk, **options), is_self=True)
