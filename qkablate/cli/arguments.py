@@ -224,6 +224,11 @@ def unpacked(folder: str) -> str:
     return str(unpack_archives(paths))
 
 
+def claim_name(word: str) -> str:
+    """Return the name of a claim that is given by its file, which has its name."""
+    return Path(word).stem if word.endswith((".yaml", ".yml")) else word
+
+
 def out_words(out: str) -> list[str]:
     """Return the words that name the folder `out` in a command."""
     return [] if out == "outputs" else [f"out={out}"]

@@ -5,6 +5,7 @@ import re
 from collections.abc import Collection
 from pathlib import Path
 
+from qkablate.cli.arguments import claim_name
 from qkablate.errors import UserError
 from qkablate.runs.listing import find_run_folders
 from qkablate.runs.run import match_name, no_match
@@ -115,8 +116,3 @@ def _find_source(word: str, out: str, kinds: Collection[str]) -> tuple[str, Path
     ):
         return "run", Path(folder)  # just started, or damaged: the report will say so
     return find_by_name(claim_name(word), out, kinds)
-
-
-def claim_name(word: str) -> str:
-    """Return the name of a claim that is given by its file, which has its name."""
-    return Path(word).stem if word.endswith((".yaml", ".yml")) else word

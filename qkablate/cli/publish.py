@@ -3,8 +3,7 @@
 import os
 from pathlib import Path
 
-from qkablate.cli.arguments import Parser, take_out
-from qkablate.cli.names import claim_name, find_by_name
+from qkablate.cli.arguments import Parser, claim_name, take_out
 from qkablate.errors import UserError
 from qkablate.table import format_bytes, format_count, print_next_commands, print_text
 
@@ -59,6 +58,7 @@ def main(argv: list[str]) -> int:
         registered_names,
     )
     from qkablate.analysis.publication.publish import publish
+    from qkablate.cli.names import find_by_name
 
     named = []
     for word in map(claim_name, words):

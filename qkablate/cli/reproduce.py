@@ -4,8 +4,14 @@ import math
 from argparse import Namespace
 from typing import TYPE_CHECKING
 
-from qkablate.cli.arguments import Parser, check_utf8, convert_value, one_of, whole_number
-from qkablate.cli.names import claim_name
+from qkablate.cli.arguments import (
+    Parser,
+    check_utf8,
+    claim_name,
+    convert_value,
+    one_of,
+    whole_number,
+)
 from qkablate.compose.configs import open_hydra, parse_value
 from qkablate.compose.words import parse_values
 from qkablate.config import KEYS, Config, has_role, no_such_key

@@ -20,7 +20,7 @@ from qkablate.errors import UserError, nearest_hint
 _HELD_OUT = {"val": ("validation", "valid", "val", "dev"), "test": ("test",)}
 FILE_FORMATS = ("text", "json", "csv", "parquet")  # formats of data.files, not data sets
 # Other readers of `datasets`, some versions of which unpickle what they read.
-_OTHER_READERS = {
+OTHER_READERS = {
     *("arrow", "audiofolder", "cache", "conll", "eval", "fasta", "fastq", "genbank", "generator"),
     *("harbor", "hdf5", "iceberg", "imagefolder", "lance", "meshfolder", "mmcif", "niftifolder"),
     *("pandas", "pdb", "pdffolder", "spark", "sql", "tsfile", "videofolder", "vortex"),
@@ -70,9 +70,10 @@ def find_local_files(config: DataConfig) -> list[Path] | None:
         if not matches:
             raise UserError(f"data.files: there is no file or pattern '{config.files}'")
         return [Path(file) for file in matches]
-    if name in _OTHER_READERS:
+    if name in OTHER_READERS:
         formats = ", ".join(FILE_FORMATS)
-        raise UserError(f"data.name: '{name}' is no data set; files are read as {formats}")
+        hint = f"; the folder is ./{name}" if os.path.isdir(name) else ""
+        raise UserError(f"data.name: '{name}' is no data set; files are read as {formats}{hint}")
     if os.path.isdir(name):
         if config.revision:
             raise UserError(f"data.revision: the folder '{config.name}' has none")

@@ -15,6 +15,7 @@ import pytest
 
 from qkablate.config import DataConfig
 from qkablate.data.corpus import open_corpus
+from qkablate.data.hub import FILE_FORMATS, OTHER_READERS, find_local_files
 from qkablate.errors import UserError
 from tests.data import fake_hub
 from tests.data.fake_hub import commit, serving
@@ -573,3 +574,18 @@ def test_missing_network_is_noticed_quickly(tmp_path, spawn, monkeypatch, reques
     (line,) = err.splitlines()
     assert all(word in line for word in ("HF_HOME", "data.cache", "data=stdlib"))
     assert [path for path in cache.glob("*") if path.suffix != ".lock"] == []
+
+
+def test_other_readers_of_the_library_are_refused(tmp_path, monkeypatch):
+    """Some versions of some unpickle files. All that the installed version has are known."""
+    from datasets import packaged_modules
+
+    assert {*packaged_modules._PACKAGED_DATASETS_MODULES} <= {*FILE_FORMATS, *OTHER_READERS}
+    monkeypatch.chdir(tmp_path)
+    config = DataConfig(source="hub", name="pandas", files="https://localhost/x.pkl")
+    with pytest.raises(UserError, match=r"data\.name: 'pandas' is no data set; files are read as"):
+        find_local_files(config)
+    (tmp_path / "pandas").mkdir()
+    with pytest.raises(UserError, match=r"the folder is \./pandas"):
+        find_local_files(config)
+    assert find_local_files(DataConfig(source="hub", name="./pandas")) == []

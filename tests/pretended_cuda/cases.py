@@ -92,6 +92,7 @@ symmetric_w fp16 flash learned dropout 20
 tied_kv bf16 flash rope recompute blocks 1.5
 tied_qkv fp16 math alibi blocks 20
 uniform fp32 static alibi dropout recompute 1.5
+uniform bf16 static rope dropout 17
 uniform fp16 static learned recompute blocks 1.5
 wide_qk fp32 folded rope dropout 66
 """
@@ -115,7 +116,6 @@ IMPOSSIBLE = {
     ("fp16-sm75", "cudnn"),
     ("fp32", "cudnn"),
     ("cudnn", "alibi"),
-    ("static", "rope"),
 }
 
 

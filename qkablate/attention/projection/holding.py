@@ -21,8 +21,8 @@ from qkablate.attention.ov.unprojected import NoO, NoV
 from qkablate.attention.projection.moments import Moments, with_bias
 from qkablate.attention.projection.project import (
     assign_positions,
+    has_same_outputs,
     has_same_scores,
-    is_same_circuit,
     scaled_circuit,
 )
 from qkablate.attention.qk import QK
@@ -89,10 +89,8 @@ class LayerMeasure:
         """Return what a form to which there is no obstacle loses. `target` needs no values."""
         heads, source = self.source.qk.spec.heads, self.source
         circuits: dict[str, Circuit] = {"scores": target.qk, "output": target.ov}
-        same_scores = has_same_scores(source, target)
-        same_values = target.ov.cached not in ("k", "c") or same_scores
-        same_output = is_same_circuit(source.ov, target.ov) and same_values
-        same = {"scores": same_scores, "output": same_output}
+        same_output = has_same_outputs(source, target)
+        same = {"scores": has_same_scores(source, target), "output": same_output}
         order = [*range(heads)]
         sliced = [s for s, circuit in circuits.items() if circuit.has_head_slices and not same[s]]
         is_fixed = source.position == "alibi" or bool(
@@ -106,7 +104,9 @@ class LayerMeasure:
         errors, by_head = list[float](), list[list[float]]()
         for name, circuit in circuits.items():
             error_H, power_H = torch.zeros(2, heads, dtype=torch.float64)
-            if not same[name]:
+            if circuit.scores_are_zero and source.no_circuit_reason:  # of which nothing is left
+                error_H = power_H = torch.ones(heads, dtype=torch.float64)
+            elif not same[name]:
                 side = self.sides[name]
                 power_H = side.powers
                 if name in sliced:

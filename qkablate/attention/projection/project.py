@@ -251,6 +251,9 @@ def set_scores_(
             if ours is not None and theirs is not None:
                 theirs.load_state_dict(ours.state_dict())
         return torch.zeros(1), torch.zeros(1)
+    if target.qk.scores_are_zero and source.no_circuit_reason:  # nothing is left of any scores
+        lost_H = torch.full((len(heads),), 1 / len(heads))
+        return lost_H, lost_H
     for layer in (source, target):
         if layer.no_circuit_reason and not (layer is target and layer.qk.scores_are_zero):
             raise UnsupportedCombination(layer.no_circuit_reason)

@@ -1,6 +1,7 @@
 """Published results of others beside those of the study, with their sizes and directions."""
 
 import math
+from collections.abc import Collection
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
@@ -54,8 +55,11 @@ def find_outcome(judged: PartJudgement) -> str:
     return "worse" if low > 0 else "better" if high < 0 else "undecided"
 
 
-def format_anchors(claims: list[StudiedClaim]) -> str:
-    """Return the section of the page with a row for each published result."""
+def format_anchors(claims: list[StudiedClaim], histories: Collection[str]) -> str:
+    """Return the section of the page with a row for each published result.
+
+    Why one differs stands in the section of its claim among the registrations, if there is one.
+    """
     newest = {}  # of the registrations of a claim
     for studied in sorted(claims, key=lambda studied: studied.registration.when):
         newest[studied.claim.name] = studied
@@ -67,7 +71,7 @@ def format_anchors(claims: list[StudiedClaim]) -> str:
         f"\n\n{escape_markdown(anchor.asks)}: {escape_markdown(anchor.note)}"
         f" ([registrations.md](registrations.md#{anchor.claim}))."
         for anchor in load_anchors()
-        if anchor.note
+        if anchor.note and anchor.claim in histories
     ]
     return (
         "## Beside published results { #published }\n\nWhat others report, and what the same"

@@ -42,7 +42,7 @@ def make_page(study: Path) -> dict[str, bytes]:
     histories = _find_histories(study)
     parts = [_format_answer(claims, open_claims, pictures)]
     parts += [_format_claim(studied, pictures, histories) for studied in claims]
-    parts += [format_anchors(claims)]
+    parts += [format_anchors(claims, histories)]
     parts += [_format_open(open_claims)] if open_claims else []
     page = "\n\n".join(parts) + "\n"
     snippet = format_answers(claims)

@@ -46,6 +46,7 @@ class Launcher:
         self.sweep_state = SweepState(manifest)
         self._stop_on_failure = stop_on_failure
         self._prefixes = SharedPrefixes(manifest) if share_prefix else None
+        self.sweep_state.shares_prefix = share_prefix
         self._own: dict[str, RunState] = {}  # runs with this launcher's engine
         self._programs: dict[str, list[str]] = {}  # of each process the runs, by the first of them
         self._most: dict[str, int] = {}  # runs of a program, by arm, after memory ran out

@@ -7,7 +7,6 @@ from collections import Counter
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -50,6 +49,7 @@ class SweepState:
 
     def __init__(self, manifest: Manifest) -> None:
         self.manifest = manifest
+        self.shares_prefix = True  # runs branch off longer ones, unless the launcher is told not to
         self._runs = Path(manifest.out).expanduser() / "runs"
         self.states = {run.id: RunState(run, self._runs / run.name) for run in manifest.runs}
         self.lr_searches: list[LrSearch] = []
@@ -58,6 +58,8 @@ class SweepState:
         self._launchers = manifest.folder / "launchers"
         self._folders: dict[str, str] = {}  # names of the runs' folders, by id
         self._finished_searches: Searches = {}
+        self._counted = 0
+        self._parts: Mapping[str, float] = {}
         self._observer = LeaseObserver()
 
     def refresh(self) -> None:
@@ -139,7 +141,7 @@ class SweepState:
         Runs that branch off a longer one are taken to train the steps after it alone.
         """
         flops_done = seconds = flops_left = speed = 0.0
-        running = 0
+        running, parts = 0, self._trained_parts()
         for state in self.states.values():
             arm = self.manifest.arms[state.run.arm]
             if state.status in ("done", "diverged") and state.result is not None:
@@ -147,8 +149,7 @@ class SweepState:
                 seconds += state.result["seconds"]
             elif state.status != "failed":
                 left = 1 - state.step / int(arm.config.train.steps)
-                part = self._trained_parts.get(state.run.id, 1.0)
-                flops_left += arm.train_flops * min(left, part)
+                flops_left += arm.train_flops * min(left, parts.get(state.run.id, 1.0))
             if state.status == "running":
                 running += 1
                 speed += state.tokens_per_second * arm.flops
@@ -159,9 +160,15 @@ class SweepState:
         speed = running * flops_done / seconds if seconds else speed
         return flops_left / speed if speed else None
 
-    @cached_property
     def _trained_parts(self) -> Mapping[str, float]:
-        return count_trained_steps(self.manifest, self.manifest.runs).fractions
+        """Return which part of a run that branches off is trained, of all runs known by now."""
+        if not self.shares_prefix:
+            return {}
+        if len(self.states) != self._counted:
+            runs = [state.run for state in self.states.values()]
+            self._parts = count_trained_steps(self.manifest, runs).fractions
+            self._counted = len(runs)
+        return self._parts
 
     def _open_arms(self) -> list[str]:
         """Return the arms whose learning rate is not chosen yet."""

@@ -8,6 +8,7 @@ import torch
 from torch.testing import assert_close
 
 from qkablate.attention import OV_CIRCUITS, QK_CIRCUITS, UnsupportedCombination
+from qkablate.attention.projection.holding import LayerMeasure
 from qkablate.attention.projection.moments import Moments
 from qkablate.attention.projection.project import (
     assign_heads,
@@ -122,6 +123,23 @@ def test_uniform_attention_keeps_nothing_of_the_scores_and_all_of_the_outputs():
     loss = project_layer(source, target, moments_of(source))
     assert (loss.qk, loss.qk_scores, loss.ov) == (pytest.approx(1), pytest.approx(1), 0)
     assert_close(target.ov.circuit(target.qk), source.ov.circuit(source.qk), rtol=0, atol=1e-12)
+
+
+@pytest.mark.parametrize("other", [{"position": "rope"}, {"norm": "qk"}], ids=str)
+def test_uniform_attention_is_a_target_of_layers_without_a_matrix(other):
+    """Nothing is left of their scores, whatever they are; the outputs are theirs."""
+    source = random_layer("separate", **other)
+    target = random_layer("uniform", **{k: v for k, v in other.items() if k == "position"})
+    assert find_obstacle(source, target) == ""
+    loss = project_layer(source, target, moments_of(source))
+    assert (loss.qk, loss.qk_scores, loss.ov) == (
+        pytest.approx(1),
+        pytest.approx(1),
+        pytest.approx(0, abs=1e-9),
+    )
+    assert_close(target.ov.circuit(target.qk), source.ov.circuit(source.qk), rtol=0, atol=1e-12)
+    held = LayerMeasure(source, moments_of(source)).measure(target)
+    assert (held.scores, held.output) == (pytest.approx(1), pytest.approx(0, abs=1e-9))
 
 
 @pytest.mark.parametrize("qk", sorted(QK_CIRCUITS))

@@ -57,7 +57,7 @@ def test_outcome_is_that_of_the_95_percent_interval_of_the_cost():
 
 def test_figures_of_the_study_are_those_of_its_runs():
     claims = read_claims(STUDY)
-    page = format_anchors(claims)
+    page = format_anchors(claims, [])
     rows = [line for line in page.splitlines() if line.startswith("| ")][2:]
     assert len(rows) == len(load_anchors())
     known = {studied.claim.name: studied for studied in claims}
