@@ -11,10 +11,10 @@ import yaml
 from qkablate.analysis.claims.judgement import PartJudgement
 from qkablate.analysis.claims.measures import Unit
 from qkablate.report.study.claims import StudiedClaim
-from qkablate.report.text.table import Code, Table, escape_markdown, format_markdown
+from qkablate.report.text.table import Table, escape_markdown, format_markdown
 
 _FILE = Path(__file__).with_suffix(".yaml")
-_COLUMNS = ["asked", "they", "reported", "they found", "here, 95 % interval", "found here"]
+_COLUMNS = ["asked", "they report", "they found", "here, with 95 % interval", "found here"]
 _UNITS = {Unit.NATS: "nats, ", Unit.SHARE: "of the answers, ", Unit.RATIO: ""}
 FINDINGS = ("worse", "better", "equal", "mixed")
 
@@ -67,29 +67,38 @@ def format_anchors(claims: list[StudiedClaim], histories: Collection[str]) -> st
     table = format_markdown(Table("", _COLUMNS, rows)).partition("\n\n")[2].strip()
     sources = {anchor.source: anchor.link for anchor in load_anchors() if anchor.link}
     links = ", ".join(f"[{escape_markdown(name)}]({link})" for name, link in sources.items())
-    notes = [
-        f"\n\n{escape_markdown(anchor.asks)}: {escape_markdown(anchor.note)}"
-        f" ([registrations.md](registrations.md#{anchor.claim}))."
-        for anchor in load_anchors()
-        if anchor.note and anchor.claim in histories
+    parts = [
+        "## Beside published results { #published }",
+        "What others report, and what the same question gave here, at the size of this page's"
+        " models. Equal is within the margin of the claim's part.",
+        table,
+        f"Their numbers are from: {links}.",
+        *(
+            f"{escape_markdown(anchor.asks)}: {escape_markdown(anchor.note)}"
+            f" ([registrations.md](registrations.md#{anchor.claim}))."
+            for anchor in load_anchors()
+            if anchor.note and anchor.claim in histories
+        ),
+        "Of those that no claim asks, these commands train the nearest setting:",
+        "\n".join(
+            f"- {escape_markdown(anchor.asks)}: `{anchor.command}`"
+            for anchor in load_anchors()
+            if anchor.command
+        ),
     ]
-    return (
-        "## Beside published results { #published }\n\nWhat others report, and what the same"
-        " question gave here, at the size of this page's models. Equal is within the margin of the"
-        f" claim's part.\n\n{table}\n\nTheir numbers are from: {links}." + "".join(notes)
-    )
+    return "\n\n".join(parts)
 
 
 def _make_row(anchor: Anchor, studied: StudiedClaim | None) -> list[str]:
-    cells = [anchor.asks, f"{anchor.source}: {anchor.setting}", anchor.reported]
-    cells.append(anchor.found or "–")
+    reported = f"{anchor.source}: {anchor.setting}: {anchor.reported}"
+    cells = [anchor.asks, reported, anchor.found or "–"]
     if studied is None:
-        return [*cells, Code(anchor.command or f"qkablate claim run {anchor.claim}"), "not run"]
+        return [*cells, "–", "not run"]
     if not studied.judgement.has_ended:
         study = studied.judgement.study
-        return [*cells, Code(studied.command), f"{study.ended} of {study.expected} runs"]
+        return [*cells, "–", f"{study.ended} of {study.expected} runs"]
     if (judged := find_part(studied, anchor)) is None:
-        return [*cells, Code(studied.command), "not run"]
+        return [*cells, "–", "not run"]
     if judged.part.sample.interval(0.95) is None:
         return [*cells, "–", find_outcome(judged)]
     mean = judged.unit.natural(judged.part.sample.mean)
