@@ -116,10 +116,10 @@ def test_uniform_loses_every_score_and_keeps_the_outputs(qkablate, outputs):
 
 @pytest.mark.slow
 def test_impossible_variants_are_named_with_the_reason(qkablate, outputs):
-    done = qkablate("project", RUNS[0], "variant=no_q,static_scores,mla", "finetune.steps=2")
+    done = qkablate("project", RUNS[0], "variant=no_q,static_scores,no_qk", "finetune.steps=2")
     assert done.code == 0, done.err
     assert "left out: static_scores: the scores do not depend on x" in done.out
-    assert "left out: mla: its outputs cannot be set from a given M_h" in done.out
+    assert "left out: no_qk: its scores cannot be set from a given B_h" in done.out
     assert "n = 1: no interval" in done.out
     name = next((outputs / "sweeps").iterdir()).name
     assert f"qkablate report {name}" in done.out

@@ -76,6 +76,13 @@ class OV(Circuit):
         """Set M_h so that the output for a stream of these moments changes little."""
         self.set_circuit_(m_HDD)
 
+    def set_given_scores_(self, m_HDD: Tensor, qk: QK, moments: Moments | None) -> None:
+        """Do either; forms whose values are keys take them from `qk`."""
+        if moments is None:
+            self.set_circuit_(m_HDD)
+        else:
+            self.set_nearest_(m_HDD, moments)
+
     def output_bias(self, qk: QK) -> Tensor:
         """Return c_D, what the biases write for any stream."""
         zero_11D = self.like.new_zeros(1, 1, self.spec.d_keys)

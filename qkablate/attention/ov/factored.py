@@ -8,6 +8,8 @@ from torch import Tensor
 
 from qkablate.attention.linalg import truncated_svd
 from qkablate.attention.ov.base import OV, join_heads, zero_
+from qkablate.attention.projection.moments import Moments
+from qkablate.attention.projection.shared_keys import fit_outputs
 from qkablate.attention.qk import QK
 from qkablate.attention.qk.shared import SharedQK
 from qkablate.attention.qk.unprojected import Uniform
@@ -153,6 +155,12 @@ class TiedOV(OV):
 
     def write(self, o_BHTV: Tensor) -> Tensor:
         return apply_matrix(join_heads(o_BHTV), self.w_o, self.b_o)
+
+    def set_given_scores_(self, m_HDD: Tensor, qk: QK, moments: Moments | None) -> None:
+        """Predict the output from the keys, by least squares."""
+        w_HVD = fit_outputs(m_HDD, self._unit_values(qk), moments, self.width)
+        self.w_o.copy_(w_HVD.flatten(0, 1))
+        zero_(self.b_o)
 
     @torch.no_grad()
     def init_(self, draw: Draw) -> None:

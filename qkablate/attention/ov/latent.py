@@ -5,13 +5,17 @@ import math
 import torch
 from torch import Tensor
 
-from qkablate.attention.ov.base import OV, join_heads
+from qkablate.attention.linalg import truncated_svd
+from qkablate.attention.ov.base import OV, join_heads, zero_
+from qkablate.attention.projection.moments import Moments
+from qkablate.attention.projection.shared_keys import fit_outputs
 from qkablate.attention.qk import QK
 from qkablate.attention.qk.latent import LatentQK
 from qkablate.attention.spec import Draw, Spec, UnsupportedCombination
 from qkablate.attention.tensors import (
     apply_matrix,
     by_head,
+    concat_heads,
     empty_bias,
     empty_matrix,
     map_to_heads,
@@ -65,6 +69,14 @@ class LatentOV(OV):
         if self.b_v is not None:
             o_BHTK = o_BHTK + self.b_v.view(self.spec.heads, 1, -1)
         return self.write_heads(o_BHTK)
+
+    def set_given_scores_(self, m_HDD: Tensor, qk: QK, moments: Moments | None) -> None:
+        """Predict the output from the latent stream, by products of rank d_head."""
+        w_HRD = fit_outputs(m_HDD, self._unit_values(qk), moments, self.spec.d_head)
+        w_v_HRK, w_o_HDK = truncated_svd(w_HRD, self.spec.d_head)
+        self.w_v.copy_(concat_heads(w_v_HRK))
+        self.w_o.copy_(w_o_HDK.mT.flatten(0, 1))
+        zero_(self.b_v, self.b_o)
 
     def head_values(self, c_B1SR: Tensor) -> Tensor:
         """Return the values c W_v of the heads."""

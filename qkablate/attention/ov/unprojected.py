@@ -138,6 +138,21 @@ class NoVO(_SliceOV):
         written_BTD = join_heads(o_BHTV * self.gain.view(-1, 1, 1))
         return written_BTD if self.b_o is None else written_BTD + self.b_o
 
+    def set_circuit_(self, m_HDD: Tensor) -> None:
+        """Set each gain to the mean of the diagonal of its slice, the nearest."""
+        own_HKK = head_slices(head_slices(m_HDD).mT)
+        self.gain.copy_(own_HKK.diagonal(dim1=1, dim2=2).mean(1))
+        zero_(self.b_o)
+
+    def set_nearest_(self, m_HDD: Tensor, moments: Moments) -> None:
+        """Predict each head's output in its slice by a multiple of what it copies."""
+        assert moments.z_HDD is not None
+        crossed_HKK = head_slices(head_slices(moments.z_HDD @ m_HDD).mT)
+        copied_HKK = head_slices(head_slices(moments.z_HDD).mT)
+        traces = [m_HKK.diagonal(dim1=1, dim2=2).sum(1) for m_HKK in (crossed_HKK, copied_HKK)]
+        self.gain.copy_(traces[0] / traces[1])
+        zero_(self.b_o)
+
     def adjust_init_(self) -> None:
         spec = self.spec
         self.gain.fill_(spec.score_std * spec.residual if spec.init == "matched" else 1.0)

@@ -20,10 +20,13 @@ from qkablate.attention.ov import OV
 from qkablate.attention.ov.unprojected import NoO, NoV
 from qkablate.attention.projection.moments import Moments, with_bias
 from qkablate.attention.projection.project import (
+    assign_heads,
     assign_positions,
     has_same_outputs,
     has_same_scores,
     scaled_circuit,
+    set_output_,
+    set_scores_,
 )
 from qkablate.attention.qk import QK
 from qkablate.attention.qk.factored import SeparateQK
@@ -80,7 +83,7 @@ class LayerMeasure:
     """Measures how much of one layer forms can hold; each circuit is fitted once."""
 
     def __init__(self, source: Attention, moments: Moments) -> None:
-        self.source = copy.deepcopy(source).double()
+        self.source, self.moments = copy.deepcopy(source).double(), moments
         scores, outputs = _Scores(self.source, moments), _Outputs(self.source, moments)
         self.sides: dict[str, _Side] = {"scores": scores, "output": outputs}
 
@@ -88,6 +91,8 @@ class LayerMeasure:
     def measure(self, target: Attention) -> HeldPart:
         """Return what a form to which there is no obstacle loses. `target` needs no values."""
         heads, source = self.source.qk.spec.heads, self.source
+        if target.ov.cached in ("k", "c") and not has_same_outputs(source, target):
+            return self._set(target)
         circuits: dict[str, Circuit] = {"scores": target.qk, "output": target.ov}
         same_output = has_same_outputs(source, target)
         same = {"scores": has_same_scores(source, target), "output": same_output}
@@ -115,6 +120,21 @@ class LayerMeasure:
                     error_H = side.errors(circuit)
             errors.append(float(_relative(error_H.sum(), power_H.sum())))
             by_head.append(_relative(error_H, power_H).tolist())
+        return HeldPart(errors[0], errors[1], by_head[0], by_head[1])
+
+    def _set(self, target: Attention) -> HeldPart:
+        """Return what a form loses whose scores and outputs depend on each other."""
+        target = copy.deepcopy(target).to_empty(device="cpu").double()
+        heads = assign_heads(self.source, target, self.moments)
+        errors, by_head = list[float](), list[list[float]]()
+        for name, set_ in (("scores", set_scores_), ("output", set_output_)):
+            share_H, error_H = torch.zeros(2, len(heads), dtype=torch.float64)
+            error_H[heads] = set_(self.source, target, heads, self.moments)[1].double()
+            if error_H.any():
+                power_H = self.sides[name].powers
+                share_H = _relative(error_H * power_H.sum(), power_H)
+            errors.append(float(error_H.sum().clamp(min=0).sqrt()))
+            by_head.append(share_H.tolist())
         return HeldPart(errors[0], errors[1], by_head[0], by_head[1])
 
 

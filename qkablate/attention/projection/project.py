@@ -19,6 +19,7 @@ from torch.nn.functional import pad
 
 from qkablate.attention.layer import Attention
 from qkablate.attention.projection.moments import Moments, regularize, with_bias
+from qkablate.attention.projection.shared_keys import find_keys, fit_queries
 from qkablate.attention.qk import QK
 from qkablate.attention.spec import Circuit, UnsupportedCombination
 
@@ -179,6 +180,13 @@ def needs_averages(source: Attention, target: Attention) -> bool:
     return not has_same_outputs(source, target) or _has_slices(target)
 
 
+def _chooses_keys(source: Attention, target: Attention) -> bool:
+    """Return whether the keys are to be chosen for scores and outputs, as both read them."""
+    is_shared = target.ov.cached in ("k", "c") and target.qk.keys_are_free
+    is_matrix = not (source.no_circuit_reason or target.no_circuit_reason)
+    return is_shared and is_matrix and not has_same_outputs(source, target)
+
+
 def _has_slices(layer: Attention) -> bool:
     return any(circuit.has_head_slices for circuit in (layer.qk, layer.ov))
 
@@ -245,7 +253,8 @@ def set_scores_(
 
     Without moments both errors are by entries.
     """
-    if has_same_scores(source, target) and heads == sorted(heads):
+    chooses_keys = _chooses_keys(source, target)
+    if has_same_scores(source, target) and heads == sorted(heads) and not chooses_keys:
         target.qk.load_state_dict(source.qk.state_dict())
         for ours, theirs in ((source.norm, target.norm), (source.rope_dims, target.rope_dims)):
             if ours is not None and theirs is not None:
@@ -265,7 +274,13 @@ def set_scores_(
         return _relative_errors(-goal_HLD, goal_HLD, power)
     scale = target.qk.scale
     unscaled = b_HDD / scale, None if u_HD is None else u_HD / scale
-    if moments is None:
+    if chooses_keys:
+        weights = _reorder(moments, heads)
+        goal_HLD, m_HDD = with_bias(*unscaled), source.ov.circuit(source.qk)[heads]
+        w_GDE = find_keys(goal_HLD, m_HDD, weights, target.qk.key_heads, target.qk.width)
+        left_HLE = fit_queries(goal_HLD, w_GDE, weights, target.qk.max_rank)
+        target.qk.set_factors_(left_HLE, w_GDE)
+    elif moments is None:
         target.qk.set_circuit_(*unscaled)
     else:
         target.qk.set_nearest_(*unscaled, moments)
@@ -282,15 +297,20 @@ def set_output_(
         target.ov.load_state_dict(source.ov.state_dict())
         return torch.zeros(1), torch.zeros(1)
     goal_HDD = source.ov.circuit(source.qk)[heads]
-    if moments is None:
-        target.ov.set_circuit_(goal_HDD)
-    else:
-        assert moments.z_HDD is not None
-        moments = replace(moments, z_HDD=moments.z_HDD[heads])
-        target.ov.set_nearest_(goal_HDD, moments)
-    target.ov.set_output_bias_(source.ov.output_bias(source.qk))
+    moments = _reorder(moments, heads)
+    target.ov.set_given_scores_(goal_HDD, target.qk, moments)
+    bias_D = source.ov.output_bias(source.qk)
+    target.ov.set_output_bias_(bias_D - target.ov.output_bias(target.qk))
     error_HDD = target.ov.circuit(target.qk) - goal_HDD
     return _relative_errors(error_HDD, goal_HDD, None if moments is None else moments.output_power)
+
+
+def _reorder(moments: Moments | None, heads: list[int]) -> Moments | None:
+    """Return the moments with the heads in this order."""
+    if moments is None:
+        return None
+    assert moments.z_HDD is not None
+    return replace(moments, z_HDD=moments.z_HDD[heads])
 
 
 def _relative_errors(

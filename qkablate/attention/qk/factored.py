@@ -31,6 +31,7 @@ class SeparateQK(QK):
     params = "d² + d e"
     source = "Vaswani et al. 2017"
     can_start_symmetric: ClassVar[bool] = True
+    keys_are_free: ClassVar[bool] = True
 
     def __init__(self, spec: Spec, width: int | None = None, key_heads: int | None = None) -> None:
         super().__init__(spec)
@@ -69,6 +70,17 @@ class SeparateQK(QK):
             self.b_k.zero_()
         elif u_HD is not None:
             raise UnsupportedCombination("this circuit has no bias to hold u")
+
+    def set_factors_(self, left_HLE: Tensor, w_GDE: Tensor) -> None:
+        """Set both, as large as each other."""
+        per_group = len(left_HLE) // len(w_GDE)
+        ratio = left_HLE.norm() / (w_GDE.norm() * math.sqrt(per_group))
+        gain = torch.where(ratio > 0, ratio, 1).sqrt()
+        self.w_q.copy_(concat_heads(left_HLE[:, :-1]) / gain)
+        self.w_k.copy_(concat_heads(w_GDE) * gain)
+        if self.b_q is not None and self.b_k is not None:
+            self.b_q.copy_(left_HLE[:, -1].flatten() / gain)
+            self.b_k.zero_()
 
 
 class LowRankQK(SeparateQK):
@@ -218,6 +230,13 @@ class FourMatrixQK(SeparateQK):
 
     def set_circuit_(self, b_HDD: Tensor, u_HD: Tensor | None = None) -> None:
         super().set_circuit_(b_HDD, u_HD)
+        self._set_second_factors_()
+
+    def set_factors_(self, left_HLE: Tensor, w_GDE: Tensor) -> None:
+        super().set_factors_(left_HLE, w_GDE)
+        self._set_second_factors_()
+
+    def _set_second_factors_(self) -> None:
         for a in (self.a_q, self.a_k):
             a.copy_(torch.eye(len(a)))
 

@@ -32,6 +32,7 @@ class LatentQK(QK):
     """
 
     factors, key_factors = 3, 2
+    keys_are_free = True
     equation = "B_h = W_q (W_c W_k)ᵀ"
     params = "d² + e r + d r"
     source = "DeepSeek-V2 2024"
@@ -62,6 +63,10 @@ class LatentQK(QK):
     def latent_speed(self) -> float:
         """Initial Σ|gradient| of W_c relative to standard's W_k; to its W_v, that of values."""
         return self.up_std * self.width / math.sqrt(self.spec.d_model)
+
+    @property
+    def max_rank(self) -> int:
+        return min(self.width, self.spec.d_head)
 
     @property
     def key_norm(self) -> float:
@@ -109,3 +114,12 @@ class LatentQK(QK):
         if self.b_q is not None:
             keys_HEK = self.w_c @ by_head(self.w_k, self.spec.heads)
             self.b_q.copy_(solve_bias(keys_HEK, u_HD))
+
+    def set_factors_(self, left_HLE: Tensor, w_GDE: Tensor) -> None:
+        """Set W_c, and left_h to its nearest product of rank d_head."""
+        w_q_HDK, w_k_HEK = truncated_svd(left_HLE[:, :-1], self.spec.d_head)
+        self.w_q.copy_(concat_heads(w_q_HDK))
+        self.w_c.copy_(w_GDE[0])
+        self.w_k.copy_(concat_heads(w_k_HEK))
+        if self.b_q is not None:
+            self.b_q.copy_(solve_bias(w_k_HEK, left_HLE[:, -1]))

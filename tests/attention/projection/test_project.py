@@ -20,7 +20,7 @@ from qkablate.attention.projection.project import (
     set_output_,
     set_scores_,
 )
-from tests.attention.random_layers import random_layer, stream
+from tests.attention.random_layers import qk_for, random_layer, stream
 
 EXACT = {"rtol": 1e-9, "atol": 1e-9}
 COMMON = torch.randn(12, generator=torch.Generator().manual_seed(3), dtype=torch.float64)
@@ -57,6 +57,8 @@ def isotropic_moments():
         ("four_matrix", "separate", {}),
         ("collaborative", "separate", {"rank": 12}),
         ("grouped", "grouped", {"groups": 3}),
+        ("wide", "tied", {}),
+        ("latent", "latent", {"rank": 12}),
     ],
     ids=str,
 )
@@ -103,7 +105,6 @@ def test_unchanged_circuit_is_copied(ov):
     [
         ("static", "separate", {}, "do not depend on x"),
         ("no_qk", "separate", {}, "its scores cannot be set"),
-        ("separate", "tied", {}, "its outputs cannot be set"),
         ("merged", "separate", {"norm": "qk"}, "the queries or keys are normalized"),
         ("separate", "separate", {"norm": "unit_keys"}, "the queries or keys are normalized"),
     ],
@@ -272,8 +273,8 @@ def test_shared_gets_the_nearest_positive_semidefinite_matrix():
 
 def test_output_biases_are_preserved():
     """The output of a zero stream is the same where forms have different biases."""
-    for ov in ("no_v", "no_o", "merged", "grouped"):
-        source, target = (random_layer("separate", own, bias=True) for own in ("separate", ov))
+    for ov in ("no_v", "no_o", "no_vo", "merged", "grouped", "tied", "latent"):
+        source, target = (random_layer(qk_for(own), own, bias=True) for own in ("separate", ov))
         project_layer(source, target, moments_of(source))
         assert_close(target.ov.output_bias(target.qk), source.ov.output_bias(source.qk), **EXACT)
 

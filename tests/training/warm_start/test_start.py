@@ -263,7 +263,7 @@ REFUSED = [
     (["PARENT", "model.layers=3"], "model.layers: 3 given, but"),
     (["PARENT", "data.tokenizer=chars"], "was trained on other data"),
     (["PARENT", "variant=static_scores"], "the scores do not depend on x (possible: standard, "),
-    (["PARENT", "variant=tied_kv"], "cannot be projected to tied_kv: its outputs cannot be set"),
+    (["PARENT", "variant=no_qk"], "cannot be projected to no_qk: its scores cannot be set"),
     (["PARENT", "variant=qk_norm"], "the queries or keys are normalized"),
     (["PARENT", "variant=nope"], "variant: 'nope' is not one of"),
 ]

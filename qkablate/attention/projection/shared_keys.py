@@ -1,0 +1,104 @@
+"""Keys that are values, too: the directions of the stream that serve scores and outputs best.
+
+Shape suffixes as in project.py; G groups of heads that share keys, P heads of a group, R the width
+of a key, V of a value.
+"""
+
+import torch
+from torch import Tensor
+from torch.nn.functional import pad
+
+from qkablate.attention.linalg import truncated_svd
+from qkablate.attention.projection.moments import Moments, sqrt_and_inverse
+
+
+def find_keys(
+    goal_HLD: Tensor, m_HDC: Tensor, moments: Moments | None, groups: int, width: int
+) -> Tensor:
+    """Return w_GDR, from whose keys y w_g scores and outputs are predicted with small errors.
+
+    The measure is the sum of both squared errors, relative to those of all heads; without moments
+    they are by entries. Scores and outputs weight the stream by other moments. With either for
+    both, the best directions are leading eigenvectors; of the two, each group keeps the better.
+    The columns are orthonormal, and zero beyond the width of the stream.
+    """
+    x_LL, keys_DD, z_HDD = _moments_or_identities(goal_HLD, m_HDC, moments)
+    sides = [
+        _Side(goal_HLD.mT @ x_LL @ goal_HLD, keys_DD.expand(len(m_HDC), -1, -1), groups),
+        _Side(m_HDC @ m_HDC.mT, z_HDD, groups),
+    ]
+    both_GDD = sides[0].squares_GPDD.sum(1) + sides[1].squares_GPDD.sum(1)
+    candidates, errors = [], []
+    for side in sides:
+        root_GDD, inverse_GDD = sqrt_and_inverse(side.moment_GPDD.mean(1))
+        leading_GDR = torch.linalg.eigh(root_GDD @ both_GDD @ root_GDD)[1].flip(-1)[..., :width]
+        w_GDR = torch.linalg.qr(inverse_GDD @ leading_GDR).Q
+        candidates.append(pad(w_GDR, (0, width - w_GDR.shape[-1])))
+        errors.append(sides[0].lost(w_GDR) + sides[1].lost(w_GDR))
+    return torch.where((errors[1] < errors[0])[:, None, None], candidates[1], candidates[0])
+
+
+class _Side:
+    """The scores or the outputs: what they take from the stream, and its moments."""
+
+    def __init__(self, squares_HDD: Tensor, moment_HDD: Tensor, groups: int) -> None:
+        power = (squares_HDD * moment_HDD).sum().clamp(min=torch.finfo(moment_HDD.dtype).tiny)
+        self.squares_GPDD = (squares_HDD / power).unflatten(0, (groups, -1))
+        self.moment_GPDD = moment_HDD.unflatten(0, (groups, -1))
+
+    def lost(self, w_GDR: Tensor) -> Tensor:
+        """Return the squared error of each group when the stream is predicted from its keys."""
+        w_G1DR, identity_DD = w_GDR.unsqueeze(1), torch.eye(w_GDR.shape[1]).to(w_GDR)
+        rest_GPDD = identity_DD - w_G1DR @ _regress(self.moment_GPDD, w_G1DR, identity_DD)
+        error_G: Tensor = ((self.squares_GPDD @ self.moment_GPDD) * rest_GPDD.mT).sum((1, 2, 3))
+        return error_G
+
+
+def _regress(moment_DD: Tensor, w_DR: Tensor, target_DC: Tensor) -> Tensor:
+    """Return the least-squares prediction of y @ target from y @ w, as RC."""
+    weighted_RD = w_DR.mT @ moment_DD
+    inverse_RR = torch.linalg.pinv(weighted_RD @ w_DR, hermitian=True)
+    solution_RC: Tensor = inverse_RR @ weighted_RD @ target_DC
+    return solution_RC
+
+
+def _moments_or_identities(
+    goal_HLD: Tensor, m_HDC: Tensor, moments: Moments | None
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Return the moments of queries, keys and averages; without any, identities."""
+    if moments is not None:
+        assert moments.z_HDD is not None
+        return moments.x_LL, moments.key_covariance(), moments.z_HDD
+    x_LL, keys_DD = (torch.eye(size).to(goal_HLD) for size in goal_HLD.shape[1:])
+    return x_LL, keys_DD, keys_DD.expand(len(m_HDC), -1, -1)
+
+
+def fit_queries(goal_HLD: Tensor, w_GDR: Tensor, moments: Moments | None, rank: int) -> Tensor:
+    """Return left_HLR of this rank, whose products with the keys y w_g are near the scores."""
+    x_LL, keys_DD = (torch.eye(size).to(goal_HLD) for size in goal_HLD.shape[1:])
+    if moments is not None:
+        x_LL, keys_DD = moments.x_LL, moments.key_covariance()
+    w_HDR = w_GDR.repeat_interleave(len(goal_HLD) // len(w_GDR), 0)
+    left_HLR = _regress(keys_DD, w_HDR, goal_HLD.mT).mT
+    return _truncate(x_LL, left_HLR, w_HDR.mT @ keys_DD @ w_HDR, rank)
+
+
+def fit_outputs(m_HDC: Tensor, v_HDV: Tensor, moments: Moments | None, rank: int) -> Tensor:
+    """Return w_HVC of this rank, whose products with averages of y v_h are near the outputs."""
+    z_HDD = torch.eye(m_HDC.shape[1]).to(m_HDC)
+    if moments is not None:
+        assert moments.z_HDD is not None
+        z_HDD = moments.z_HDD
+    w_HVC = _regress(z_HDD, v_HDV, m_HDC)
+    identity_CC = torch.eye(m_HDC.shape[-1]).to(m_HDC)
+    return _truncate(v_HDV.mT @ z_HDD @ v_HDV, w_HVC, identity_CC, rank)
+
+
+def _truncate(left_AA: Tensor, m_HAB: Tensor, right_BB: Tensor, rank: int) -> Tensor:
+    """Return the nearest matrices of a rank, where both sides are weighted by moments."""
+    if rank >= min(m_HAB.shape[-2:]):
+        return m_HAB
+    (left, left_inverse), (right, right_inverse) = map(sqrt_and_inverse, (left_AA, right_BB))
+    u_HAK, v_HBK = truncated_svd(left @ m_HAB @ right, rank)
+    nearest_HAB: Tensor = left_inverse @ u_HAK @ (right_inverse @ v_HBK).mT
+    return nearest_HAB
