@@ -51,6 +51,13 @@ def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     torch.set_num_threads(threads)
 
 
+@pytest.fixture(scope="session")
+def shared_cache(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Return a folder for what all tests prepare of the embedded data once."""
+    base = tmp_path_factory.getbasetemp()
+    return (base.parent if "PYTEST_XDIST_WORKER" in os.environ else base) / "prepared"
+
+
 @pytest.fixture
 def text(tmp_path: Path) -> Path:
     """Return some 40 kB of text with learnable structure."""

@@ -2,7 +2,6 @@
 
 import glob
 import json
-import os
 import re
 import shlex
 import shutil
@@ -103,13 +102,6 @@ def workspace(tmp_path_factory) -> Callable[..., Path]:
         return folders[name]
 
     return make
-
-
-@pytest.fixture(scope="session")
-def shared_cache(tmp_path_factory) -> Path:
-    """Return a folder for what is prepared of the embedded data, which takes up to a minute."""
-    base = tmp_path_factory.getbasetemp()
-    return (base.parent if "PYTEST_XDIST_WORKER" in os.environ else base) / "cache-of-the-docs"
 
 
 PUBLISHED = """says: Keys alone are enough.
@@ -321,6 +313,7 @@ def test_claim_of_the_docs_runs(qkablate, tmp_path):
     (tmp_path / "my_claim.yaml").write_text(block, encoding="utf-8")
     words = ["model.d_model=16", "model.heads=2", "model.layers=1"]
     words += ["threads=1", "tracking.wandb=disabled"]
+    words += ["train.eval_tokens=1024", "train.test_tokens=2048"]
     done = qkablate("claim", "run", "my_claim.yaml", *words)
     assert done.code == 0, done.err
     for part in ("right", "early", "speed"):

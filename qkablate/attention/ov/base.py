@@ -68,7 +68,7 @@ class OV(Circuit):
     def set_circuit_(self, m_HDD: Tensor) -> None:
         """Set M_h, or the part of it that this form can hold, and zero every bias.
 
-        Like the following two, it is called under `torch.no_grad`.
+        Like the methods that follow, it is called under `torch.no_grad`.
         """
         raise UnsupportedCombination("its outputs cannot be set from a given M_h")
 
@@ -77,7 +77,7 @@ class OV(Circuit):
         self.set_circuit_(m_HDD)
 
     def set_given_scores_(self, m_HDD: Tensor, qk: QK, moments: Moments | None) -> None:
-        """Do either; forms whose values are keys take them from `qk`."""
+        """Set M_h, weighted by the moments, if any; values that are keys are read from `qk`."""
         if moments is None:
             self.set_circuit_(m_HDD)
         else:
@@ -90,7 +90,7 @@ class OV(Circuit):
         return self.write(v_1G1V.repeat_interleave(self.spec.heads // v_1G1V.shape[1], 1))[0, 0]
 
     def set_output_bias_(self, c_D: Tensor) -> None:
-        """Set c, after `set_circuit_` has zeroed every bias."""
+        """Set c, or what is left of it beside the biases of keys, once `b_o` is zero."""
         bias = getattr(self, "b_o", None)
         if bias is not None:
             bias.copy_(c_D)

@@ -1,4 +1,4 @@
-"""The part of a layer that other forms can hold, measured without a layer of that form.
+"""The part of a layer that other forms can hold, measured without a layer of most forms.
 
 A head of rank k reads k of the d directions of a stream, so that a form is fitted to matrices of
 k × k where it treats heads or groups of them alone, and of d × k where it reads a slice of the
@@ -92,7 +92,7 @@ class LayerMeasure:
         """Return what a form to which there is no obstacle loses. `target` needs no values."""
         heads, source = self.source.qk.spec.heads, self.source
         if target.ov.cached in ("k", "c") and not has_same_outputs(source, target):
-            return self._set(target)
+            return self._measure_jointly(target)
         circuits: dict[str, Circuit] = {"scores": target.qk, "output": target.ov}
         same_output = has_same_outputs(source, target)
         same = {"scores": has_same_scores(source, target), "output": same_output}
@@ -104,7 +104,7 @@ class LayerMeasure:
         is_fixed |= any("groups" in circuit.uses for circuit in circuits.values())
         if sliced and not is_fixed:
             sides = [(self.sides[side], circuits[side]) for side in sliced]
-            shares = [side.slice_errors(circuit) / side.powers.sum() for side, circuit in sides]
+            shares = [side.slice_shares(circuit) for side, circuit in sides]
             order = assign_positions(torch.stack(shares).sum(0))
         errors, by_head = list[float](), list[list[float]]()
         for name, circuit in circuits.items():
@@ -122,8 +122,8 @@ class LayerMeasure:
             by_head.append(_relative(error_H, power_H).tolist())
         return HeldPart(errors[0], errors[1], by_head[0], by_head[1])
 
-    def _set(self, target: Attention) -> HeldPart:
-        """Return what a form loses whose scores and outputs depend on each other."""
+    def _measure_jointly(self, target: Attention) -> HeldPart:
+        """Return what a form loses whose values are its keys, by setting a layer of it."""
         target = copy.deepcopy(target).to_empty(device="cpu").double()
         heads = assign_heads(self.source, target, self.moments)
         errors, by_head = list[float](), list[list[float]]()
@@ -172,6 +172,11 @@ class _Side:
             problem = self._reduce(is_separable, is_separable, shared, is_one_basis)
             self._fitted[key] = self._fit(circuit, problem)
         return self._fitted[key]
+
+    def slice_shares(self, circuit: Circuit) -> Tensor:
+        """Return the errors of each head at each position relative to all power, as cost_HP."""
+        power = self.powers.sum().clamp(min=torch.finfo(torch.float64).tiny)
+        return self.slice_errors(circuit) / power
 
     def slice_errors(self, circuit: Circuit) -> Tensor:
         """Return them of each head at each position, cost_HP."""

@@ -226,7 +226,7 @@ def assign_heads(source: Attention, target: Attention, moments: Moments) -> list
     cost_HP = torch.zeros(len(heads), len(heads), dtype=torch.float64)
     for shift in heads:
         order = [(position - shift) % len(heads) for position in heads]
-        # A circuit without head slices loses the same in every order.
+        # A circuit without head slices loses the same in every order, unless its values are keys.
         if target.qk.has_head_slices:
             cost_HP[order, heads] += set_scores_(source, target, order, moments)[1]
         if target.ov.has_head_slices:

@@ -19,26 +19,27 @@ def find_keys(
 
     The measure is the sum of both squared errors, relative to those of all heads; without moments
     they are by entries. Scores and outputs weight the stream by other moments. With either for
-    both, the best directions are leading eigenvectors; of the two, each group keeps the better.
-    The columns are orthonormal, and zero beyond the width of the stream.
+    both, the best directions are leading eigenvectors; of the two, each group keeps the better,
+    which a search can improve still. The columns are orthonormal, and zero beyond the width of the
+    stream.
     """
     x_LL, keys_DD, z_HDD = _moments_or_identities(goal_HLD, m_HDC, moments)
-    sides = [
-        _Side(goal_HLD.mT @ x_LL @ goal_HLD, keys_DD.expand(len(m_HDC), -1, -1), groups),
-        _Side(m_HDC @ m_HDC.mT, z_HDD, groups),
+    circuits = [
+        _WeightedCircuit(goal_HLD.mT @ x_LL @ goal_HLD, keys_DD.expand(len(m_HDC), -1, -1), groups),
+        _WeightedCircuit(m_HDC @ m_HDC.mT, z_HDD, groups),
     ]
-    both_GDD = sides[0].squares_GPDD.sum(1) + sides[1].squares_GPDD.sum(1)
+    both_GDD = circuits[0].squares_GPDD.sum(1) + circuits[1].squares_GPDD.sum(1)
     candidates, errors = [], []
-    for side in sides:
-        root_GDD, inverse_GDD = sqrt_and_inverse(side.moment_GPDD.mean(1))
+    for basis_GDD in (keys_DD.unsqueeze(0), circuits[1].moment_GPDD.mean(1)):
+        root_GDD, inverse_GDD = sqrt_and_inverse(basis_GDD)
         leading_GDR = torch.linalg.eigh(root_GDD @ both_GDD @ root_GDD)[1].flip(-1)[..., :width]
         w_GDR = torch.linalg.qr(inverse_GDD @ leading_GDR).Q
         candidates.append(pad(w_GDR, (0, width - w_GDR.shape[-1])))
-        errors.append(sides[0].lost(w_GDR) + sides[1].lost(w_GDR))
+        errors.append(circuits[0].errors(w_GDR) + circuits[1].errors(w_GDR))
     return torch.where((errors[1] < errors[0])[:, None, None], candidates[1], candidates[0])
 
 
-class _Side:
+class _WeightedCircuit:
     """The scores or the outputs: what they take from the stream, and its moments."""
 
     def __init__(self, squares_HDD: Tensor, moment_HDD: Tensor, groups: int) -> None:
@@ -46,7 +47,7 @@ class _Side:
         self.squares_GPDD = (squares_HDD / power).unflatten(0, (groups, -1))
         self.moment_GPDD = moment_HDD.unflatten(0, (groups, -1))
 
-    def lost(self, w_GDR: Tensor) -> Tensor:
+    def errors(self, w_GDR: Tensor) -> Tensor:
         """Return the squared error of each group when the stream is predicted from its keys."""
         w_G1DR, identity_DD = w_GDR.unsqueeze(1), torch.eye(w_GDR.shape[1]).to(w_GDR)
         rest_GPDD = identity_DD - w_G1DR @ _regress(self.moment_GPDD, w_G1DR, identity_DD)

@@ -28,7 +28,7 @@ class QK(Circuit):
 
     can_start_symmetric: ClassVar[bool] = False  # W_q and W_k, if it has any, are of one shape
     key_factors = 1  # number of the factors that belong to the keys
-    keys_are_free: ClassVar[bool] = False  # any w_GDE makes keys y w, for queries of any heads
+    keys_are_free: ClassVar[bool] = False  # True if `set_factors_` takes any w_GDE
     only_diagonal_differs = False  # initial scores match standard's except for i = j
     spread = 1.0  # what the scale divides by, so that initial scores spread as standard's
 
@@ -86,7 +86,10 @@ class QK(Circuit):
         raise UnsupportedCombination("its scores cannot be set from a given B_h")
 
     def set_factors_(self, left_HLE: Tensor, w_GDE: Tensor) -> None:
-        """Set B_h and u_h, the last row, to left_h w_gᵀ, with keys y w_g if they are free."""
+        """Set B_h and, without biases leaving it out, u_h, the last row, to left_h w_gᵀ.
+
+        The keys are y w_g, but for a factor of all.
+        """
         raise UnsupportedCombination("its keys cannot be chosen freely")
 
     def set_nearest_(self, b_HDD: Tensor, u_HD: Tensor | None, moments: Moments) -> None:

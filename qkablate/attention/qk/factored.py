@@ -126,6 +126,7 @@ class ReassociatedQK(SeparateQK):
     alone does to training, the noise floor of every gap.
     """
 
+    keys_are_free = False  # they are the stream
     equation = "B_h = W_q W_kᵀ, multiplied first"
     cached = "x"
     no_rope_reason = "X (W_q W_kᵀ) Xᵀ leaves no queries and keys of d_head to rotate"

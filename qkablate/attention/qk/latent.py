@@ -117,9 +117,9 @@ class LatentQK(QK):
 
     def set_factors_(self, left_HLE: Tensor, w_GDE: Tensor) -> None:
         """Set W_c, and left_h to its nearest product of rank d_head."""
-        w_q_HDK, w_k_HEK = truncated_svd(left_HLE[:, :-1], self.spec.d_head)
-        self.w_q.copy_(concat_heads(w_q_HDK))
+        w_q_HLK, w_k_HEK = truncated_svd(left_HLE, self.spec.d_head)
+        self.w_q.copy_(concat_heads(w_q_HLK[:, :-1]))
         self.w_c.copy_(w_GDE[0])
         self.w_k.copy_(concat_heads(w_k_HEK))
         if self.b_q is not None:
-            self.b_q.copy_(solve_bias(w_k_HEK, left_HLE[:, -1]))
+            self.b_q.copy_(w_q_HLK[:, -1].flatten())

@@ -717,7 +717,8 @@ def source_of(own, world):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", TESTABLE)
-def test_every_shipped_claim_finds_its_arms(name, tiny_text):
+def test_every_shipped_claim_finds_its_arms(name, tiny_text, shared_cache, monkeypatch):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(shared_cache))
     own = load_claim(name, "small")
     text = {"data": "text", "data.path": str(tiny_text / "text.txt")}
     if "data.max_tokens" in own.grid:

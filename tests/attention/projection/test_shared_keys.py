@@ -7,6 +7,7 @@ from torch.testing import assert_close
 from qkablate.attention.projection.holding import LayerMeasure
 from qkablate.attention.projection.moments import Moments, with_bias
 from qkablate.attention.projection.project import (
+    collect_moments,
     find_obstacle,
     project_layer,
     scaled_circuit,
@@ -15,7 +16,7 @@ from qkablate.attention.projection.project import (
 )
 from qkablate.attention.projection.shared_keys import find_keys, fit_outputs, fit_queries
 from tests.attention.projection.test_project import anisotropic_stream, moments_of
-from tests.attention.random_layers import random_layer
+from tests.attention.random_layers import random_layer, stream
 
 FORMS = [
     ("separate", "tied", {}),
@@ -33,14 +34,14 @@ def goals_of(layer):
         return with_bias(*scaled_circuit(layer.qk)), layer.ov.circuit(layer.qk)
 
 
-def error_of(w_GDR, goals, moments, rank=12):
-    """Return the sum of both squared relative errors of what the keys y w predict."""
+def errors_of(w_GDR, goals, moments, rank=12):
+    """Return each group's sum of both squared relative errors of what the keys y w predict."""
     goal_HLD, m_HDD = goals
     w_HDR = w_GDR.repeat_interleave(len(m_HDD) // len(w_GDR), 0)
     scores_HLD = fit_queries(goal_HLD, w_GDR, moments, rank) @ w_HDR.mT
     outputs_HDD = w_HDR @ fit_outputs(m_HDD, w_HDR, moments, rank)
     shares = (
-        power(found - goal).sum() / power(goal).sum()
+        power(found - goal).unflatten(0, (len(w_GDR), -1)).sum(1) / power(goal).sum()
         for power, found, goal in (
             (moments.score_power, scores_HLD, goal_HLD),
             (moments.output_power, outputs_HDD, m_HDD),
@@ -56,27 +57,62 @@ def search(w_GDR, goals, moments):
 
     def loss():
         optimizer.zero_grad()
-        error = error_of(w_GDR, goals, moments)
+        error = errors_of(w_GDR, goals, moments).sum()
         error.backward()
         w_GDR.grad = w_GDR.grad.contiguous()
         return error
 
     optimizer.step(loss)
-    return float(error_of(w_GDR.detach(), goals, moments))
+    return float(errors_of(w_GDR.detach(), goals, moments).sum())
+
+
+def leading_directions(goals, moments, basis_DD, width):
+    """Return the best keys of one group where both sides weight the stream by one moment."""
+    values, vectors = torch.linalg.eigh(basis_DD)
+    root_DD = vectors @ values.sqrt().diag() @ vectors.mT
+    powers = (moments.score_power(goals[0]).sum(), moments.output_power(goals[1]).sum())
+    wanted = (goals[0].mT @ moments.x_LL @ goals[0], goals[1] @ goals[1].mT)
+    squares_HDD = sum(part / power for part, power in zip(wanted, powers, strict=True))
+    for square_DD in squares_HDD:
+        leading_DR = torch.linalg.svd(root_DD @ square_DD @ root_DD).U[:, :width]
+        yield torch.linalg.inv(root_DD) @ leading_DR
+
+
+def unequal_moments(seed):
+    """Return moments of keys and of averages that have nothing in common."""
+    draw = torch.Generator().manual_seed(seed)
+    sizes = torch.logspace(-1, 1, 12, dtype=torch.float64)
+    random_NDD = torch.randn(5, 12, 12, generator=draw, dtype=torch.float64)
+    rotations_NDD = torch.linalg.qr(random_NDD).Q
+    x_DD, y_DD, *z_DD = rotations_NDD @ sizes.diag() @ rotations_NDD.mT
+    one = torch.ones(1, 1, dtype=torch.float64)
+    return Moments(torch.block_diag(x_DD, one), torch.stack(z_DD), torch.block_diag(y_DD, one))
+
+
+def test_each_group_keeps_the_better_of_both_bases():
+    goals, shares = goals_of(random_layer("separate")), []
+    for seed in range(4):
+        moments = unequal_moments(seed)
+        errors = []
+        for basis_HDD in (moments.key_covariance().expand(3, 12, 12), moments.z_HDD):
+            w_DR = [[*leading_directions(goals, moments, basis_HDD[h], 4)][h] for h in range(3)]
+            errors.append(errors_of(torch.stack(w_DR), goals, moments))
+        found = errors_of(find_keys(*goals, moments, 3, 4), goals, moments)
+        assert_close(found, torch.minimum(*errors), rtol=1e-4, atol=1e-9)
+        shares.append(errors[0] / errors[1])
+    assert torch.stack(shares).min() < 0.9
+    assert torch.stack(shares).max() > 1.1
 
 
 @pytest.mark.parametrize(("groups", "width"), [(3, 4), (1, 6)])
 @pytest.mark.parametrize("is_common", [True, False], ids=["common moments", "own moments"])
 def test_no_search_finds_much_better_keys(groups, width, is_common):
-    """With one moment for both sides none are better, otherwise they are by a tenth at most."""
+    """None are better with one moment for both sides, and hardly any on this stream."""
     layer = random_layer("separate", bias=True)
     goals = goals_of(layer)
     moments = Moments(**COMMON) if is_common else moments_of(layer)
-    # Key covariances leave out the mean, which these moments do not have.
-    if is_common:
-        moments.y_LL = torch.eye(13).double()
     w_GDR = find_keys(*goals, moments, groups, width)
-    found = float(error_of(w_GDR, goals, moments))
+    found = float(errors_of(w_GDR, goals, moments).sum())
     best = search(w_GDR, goals, moments)
     assert 0.01 < best <= found * (1 + 1e-9)
     assert found < best * (1 + 1e-5 if is_common else 1.1)
@@ -90,7 +126,7 @@ def test_layer_gets_the_keys_found(qk, ov, more, bias):
     assert find_obstacle(source, target) == ""
     loss = project_layer(source, target, moments)
     w_GDR = find_keys(*goals, moments, target.qk.key_heads, target.qk.width)
-    expected = float(error_of(w_GDR, goals, moments))
+    expected = float(errors_of(w_GDR, goals, moments).sum())
     assert loss.qk_scores**2 + loss.ov_output**2 == pytest.approx(expected, rel=1e-6)
     held = LayerMeasure(source, moments).measure(target)
     assert (held.scores, held.output) == pytest.approx((loss.qk_scores, loss.ov_output))
@@ -123,9 +159,9 @@ def test_rotated_keys_are_kept_and_the_outputs_are_predicted_from_them():
     assert_close(target(zero), source(zero), rtol=1e-9, atol=1e-9)
 
 
-@pytest.mark.parametrize(("qk", "ov", "more"), FORMS[:2] + FORMS[3:4], ids=str)
-def test_layer_without_scores_leaves_the_keys_to_the_outputs(qk, ov, more):
-    source, target = random_layer("separate"), random_layer(qk, ov, **more)
+@pytest.mark.parametrize("qk", ["separate", "low_rank", "four_matrix"])
+def test_layer_without_scores_leaves_the_keys_to_the_outputs(qk):
+    source, target = random_layer("separate"), random_layer(qk, "tied")
     torch.nn.init.zeros_(source.qk.w_q)
     loss = project_layer(source, target, moments_of(source))
     assert (loss.qk_scores, loss.ov_output) == (0, pytest.approx(0, abs=1e-9))
@@ -169,6 +205,43 @@ def test_latent_products_are_the_nearest_of_their_rank(source):
         assert found <= best * (1 + 1e-6) < 1.2 * found
 
 
+def test_dead_heads_make_no_large_numbers():
+    """A head without queries but for a bias has factors as large as those of the others."""
+    source, target = (
+        random_layer("separate", bias=True),
+        random_layer("latent", "latent", bias=True),
+    )
+    with torch.no_grad():
+        source.qk.w_q[:, :4] = 0
+    project_layer(source, target, moments_of(source))
+    assert max(float(p.abs().max()) for p in target.parameters()) < 10
+
+
+@pytest.mark.parametrize("d_source", [7, 20])
+@pytest.mark.parametrize(
+    ("qk", "ov", "more"), [*FORMS, ("latent", "latent", {"rank": 22})], ids=str
+)
+def test_errors_of_cross_attention_are_those_of_its_streams(qk, ov, more, d_source):
+    wide = {"d_source": d_source, "source": 8, "heads": 3, "causal": False}
+    source, target = random_layer("separate", **wide), random_layer(qk, ov, **wide, **more)
+    x, (y, _) = stream(7, batch=20), torch.randn(2, 20, 9, d_source, dtype=torch.float64)
+    (moments,) = collect_moments([source], lambda: source(x, y, causal=False))
+    loss = project_layer(source, target, moments)
+    z_HND = (source.weights(x, y, causal=False) @ y.unsqueeze(1)).transpose(0, 1).flatten(1, 2)
+    ends = [z_HND @ layer.ov.circuit(layer.qk) for layer in (source, target)]
+    lost = float((ends[1] - ends[0]).norm() / ends[0].norm())
+    assert loss.ov_output == pytest.approx(lost, rel=1e-3, abs=1e-5)
+    held = LayerMeasure(source, moments).measure(target)
+    assert (held.scores, held.output) == pytest.approx((loss.qk_scores, loss.ov_output), abs=1e-7)
+
+
+def test_layer_without_outputs_is_measured():
+    source, target = random_layer("separate"), random_layer("separate", "no_vo")
+    torch.nn.init.zeros_(source.ov.w_o)
+    held = LayerMeasure(source, moments_of(source)).measure(target)
+    assert (held.scores, held.output) == (0, 0)
+
+
 def test_queries_and_keys_are_as_large_as_each_other():
     source, target = (
         random_layer("separate", bias=True),
@@ -194,7 +267,7 @@ def test_gains_of_copied_slices_are_fitted_by_least_squares():
 
 
 def test_scores_that_cannot_be_chosen_freely_come_first():
-    """Where queries are keys, the scores are set as without shared values."""
+    """The scores are set as without shared values where queries are keys."""
     source = random_layer("separate")
     tied, alone = random_layer("shared", "tied"), random_layer("shared")
     moments = moments_of(source)
