@@ -37,6 +37,11 @@ class OV(Circuit):
         both = self.w_o_speed + self.w_v_speed
         self.standard_speed = math.sqrt(spec.d_model) * spec.sigma * both
 
+    @property
+    def reads_keys(self) -> bool:
+        """True if the values are the keys or of their latent stream."""
+        return self.cached in ("k", "c")
+
     def values(self, y_BSD: Tensor, k_BGSE: Tensor) -> Tensor:
         """Return v_BGSV; the unmodified keys are passed for circuits that use them as values."""
         raise NotImplementedError(f"{type(self).__name__} does not define `values`")

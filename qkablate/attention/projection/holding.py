@@ -91,7 +91,7 @@ class LayerMeasure:
     def measure(self, target: Attention) -> HeldPart:
         """Return what a form to which there is no obstacle loses. `target` needs no values."""
         heads, source = self.source.qk.spec.heads, self.source
-        if target.ov.cached in ("k", "c") and not has_same_outputs(source, target):
+        if target.ov.reads_keys and not has_same_outputs(source, target):
             return self._measure_jointly(target)
         circuits: dict[str, Circuit] = {"scores": target.qk, "output": target.ov}
         same_output = has_same_outputs(source, target)

@@ -39,6 +39,12 @@ class Moments:
         return ((self.z_HDD @ m_HDD) * m_HDD).sum((1, 2))
 
 
+def isotropic_moments(heads: int, goal_LD: Tensor) -> Moments:
+    """Return moments that weight all entries alike, for matrices of scores of this shape."""
+    x_LL, y_LL = (torch.eye(size).to(goal_LD) for size in (len(goal_LD), goal_LD.shape[1] + 1))
+    return Moments(x_LL, y_LL[:-1, :-1].expand(heads, -1, -1), y_LL)
+
+
 def regularize(moment_DD: Tensor) -> Tensor:
     """Add a small ridge so that the moment is invertible."""
     diagonal = moment_DD.diagonal(dim1=-2, dim2=-1)

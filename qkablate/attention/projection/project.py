@@ -18,7 +18,7 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from qkablate.attention.layer import Attention
-from qkablate.attention.projection.moments import Moments, regularize, with_bias
+from qkablate.attention.projection.moments import Moments, isotropic_moments, regularize, with_bias
 from qkablate.attention.projection.shared_keys import find_keys, fit_queries
 from qkablate.attention.qk import QK
 from qkablate.attention.spec import Circuit, UnsupportedCombination
@@ -171,7 +171,7 @@ def is_same_form(source: Attention, target: Attention) -> bool:
 def has_same_outputs(source: Attention, target: Attention) -> bool:
     """Return whether the parameters of the outputs mean the same in both layers."""
     # Values that are keys are the same only where the keys are.
-    same_values = target.ov.cached not in ("k", "c") or has_same_scores(source, target)
+    same_values = not target.ov.reads_keys or has_same_scores(source, target)
     return is_same_circuit(source.ov, target.ov) and same_values
 
 
@@ -182,7 +182,7 @@ def needs_averages(source: Attention, target: Attention) -> bool:
 
 def _chooses_keys(source: Attention, target: Attention) -> bool:
     """Return whether the keys are to be chosen for scores and outputs, as both read them."""
-    is_shared = target.ov.cached in ("k", "c") and target.qk.keys_are_free
+    is_shared = target.ov.reads_keys and target.qk.keys_are_free
     is_matrix = not (source.no_circuit_reason or target.no_circuit_reason)
     return is_shared and is_matrix and not has_same_outputs(source, target)
 
@@ -275,8 +275,8 @@ def set_scores_(
     scale = target.qk.scale
     unscaled = b_HDD / scale, None if u_HD is None else u_HD / scale
     if chooses_keys:
-        weights = _reorder(moments, heads)
         goal_HLD, m_HDD = with_bias(*unscaled), source.ov.circuit(source.qk)[heads]
+        weights = _reorder(moments, heads) or isotropic_moments(len(heads), goal_HLD[0])
         w_GDE = find_keys(goal_HLD, m_HDD, weights, target.qk.key_heads, target.qk.width)
         left_HLE = fit_queries(goal_HLD, w_GDE, weights, target.qk.max_rank)
         target.qk.set_factors_(left_HLE, w_GDE)

@@ -9,23 +9,23 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from qkablate.attention.linalg import truncated_svd
-from qkablate.attention.projection.moments import Moments, sqrt_and_inverse
+from qkablate.attention.projection.moments import Moments, isotropic_moments, sqrt_and_inverse
 
 
-def find_keys(
-    goal_HLD: Tensor, m_HDC: Tensor, moments: Moments | None, groups: int, width: int
-) -> Tensor:
+def find_keys(goal_HLD: Tensor, m_HDC: Tensor, moments: Moments, groups: int, width: int) -> Tensor:
     """Return w_GDR, from whose keys y w_g scores and outputs are predicted with small errors.
 
-    The measure is the sum of both squared errors, relative to those of all heads; without moments
-    they are by entries. Scores and outputs weight the stream by other moments. With either for
-    both, the best directions are leading eigenvectors; of the two, each group keeps the better,
-    which a search can improve still. The columns are orthonormal, and zero beyond the width of the
-    stream.
+    The measure is the sum of both squared errors, relative to those of all heads. Scores and
+    outputs weight the stream by other moments. With either for both, the best directions are
+    leading eigenvectors; of the two, each group keeps the better, which a search can improve still.
+    The columns are orthonormal, and zero beyond the width of the stream.
     """
-    x_LL, keys_DD, z_HDD = _moments_or_identities(goal_HLD, m_HDC, moments)
+    assert moments.z_HDD is not None
+    keys_DD, z_HDD = moments.key_covariance(), moments.z_HDD
     circuits = [
-        _WeightedCircuit(goal_HLD.mT @ x_LL @ goal_HLD, keys_DD.expand(len(m_HDC), -1, -1), groups),
+        _WeightedCircuit(
+            goal_HLD.mT @ moments.x_LL @ goal_HLD, keys_DD.expand(len(m_HDC), -1, -1), groups
+        ),
         _WeightedCircuit(m_HDC @ m_HDC.mT, z_HDD, groups),
     ]
     both_GDD = circuits[0].squares_GPDD.sum(1) + circuits[1].squares_GPDD.sum(1)
@@ -63,36 +63,21 @@ def _regress(moment_DD: Tensor, w_DR: Tensor, target_DC: Tensor) -> Tensor:
     return solution_RC
 
 
-def _moments_or_identities(
-    goal_HLD: Tensor, m_HDC: Tensor, moments: Moments | None
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Return the moments of queries, keys and averages; without any, identities."""
-    if moments is not None:
-        assert moments.z_HDD is not None
-        return moments.x_LL, moments.key_covariance(), moments.z_HDD
-    x_LL, keys_DD = (torch.eye(size).to(goal_HLD) for size in goal_HLD.shape[1:])
-    return x_LL, keys_DD, keys_DD.expand(len(m_HDC), -1, -1)
-
-
-def fit_queries(goal_HLD: Tensor, w_GDR: Tensor, moments: Moments | None, rank: int) -> Tensor:
+def fit_queries(goal_HLD: Tensor, w_GDR: Tensor, moments: Moments, rank: int) -> Tensor:
     """Return left_HLR of this rank, whose products with the keys y w_g are near the scores."""
-    x_LL, keys_DD = (torch.eye(size).to(goal_HLD) for size in goal_HLD.shape[1:])
-    if moments is not None:
-        x_LL, keys_DD = moments.x_LL, moments.key_covariance()
+    keys_DD = moments.key_covariance()
     w_HDR = w_GDR.repeat_interleave(len(goal_HLD) // len(w_GDR), 0)
     left_HLR = _regress(keys_DD, w_HDR, goal_HLD.mT).mT
-    return _truncate(x_LL, left_HLR, w_HDR.mT @ keys_DD @ w_HDR, rank)
+    return _truncate(moments.x_LL, left_HLR, w_HDR.mT @ keys_DD @ w_HDR, rank)
 
 
 def fit_outputs(m_HDC: Tensor, v_HDV: Tensor, moments: Moments | None, rank: int) -> Tensor:
     """Return w_HVC of this rank, whose products with averages of y v_h are near the outputs."""
-    z_HDD = torch.eye(m_HDC.shape[1]).to(m_HDC)
-    if moments is not None:
-        assert moments.z_HDD is not None
-        z_HDD = moments.z_HDD
-    w_HVC = _regress(z_HDD, v_HDV, m_HDC)
+    moments = moments or isotropic_moments(len(m_HDC), m_HDC[0].mT)
+    assert moments.z_HDD is not None
+    w_HVC = _regress(moments.z_HDD, v_HDV, m_HDC)
     identity_CC = torch.eye(m_HDC.shape[-1]).to(m_HDC)
-    return _truncate(v_HDV.mT @ z_HDD @ v_HDV, w_HVC, identity_CC, rank)
+    return _truncate(v_HDV.mT @ moments.z_HDD @ v_HDV, w_HVC, identity_CC, rank)
 
 
 def _truncate(left_AA: Tensor, m_HAB: Tensor, right_BB: Tensor, rank: int) -> Tensor:

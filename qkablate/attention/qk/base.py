@@ -86,9 +86,9 @@ class QK(Circuit):
         raise UnsupportedCombination("its scores cannot be set from a given B_h")
 
     def set_factors_(self, left_HLE: Tensor, w_GDE: Tensor) -> None:
-        """Set B_h and, without biases leaving it out, u_h, the last row, to left_h w_gᵀ.
+        """Set B_h to left_h w_gᵀ, and u_h to its last row where the form has biases.
 
-        The keys are y w_g, but for a factor of all.
+        The keys are a multiple of y w_g.
         """
         raise UnsupportedCombination("its keys cannot be chosen freely")
 

@@ -72,7 +72,7 @@ class SeparateQK(QK):
             raise UnsupportedCombination("this circuit has no bias to hold u")
 
     def set_factors_(self, left_HLE: Tensor, w_GDE: Tensor) -> None:
-        """Set both, as large as each other."""
+        """Set queries and keys of equal norm."""
         per_group = len(left_HLE) // len(w_GDE)
         ratio = left_HLE.norm() / (w_GDE.norm() * math.sqrt(per_group))
         gain = torch.where(ratio > 0, ratio, 1).sqrt()
