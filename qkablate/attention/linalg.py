@@ -34,6 +34,16 @@ def _find_range(m_HDC: Tensor) -> Tensor | None:
     return basis_HDR if is_held else None
 
 
+def find_basis(factor_HDE: Tensor, shared: int = 1) -> Tensor | None:
+    """Return an orthonormal basis of the columns of each head or group; None if it is the space."""
+    _, width, size = factor_HDE.shape
+    if size * shared >= width:
+        return None
+    groups_GDE = factor_HDE.unflatten(0, (-1, shared)).transpose(1, 2).flatten(2)
+    basis_GDP: Tensor = torch.linalg.qr(groups_GDE).Q
+    return basis_GDP.repeat_interleave(shared, 0)
+
+
 def solve_bias(right_HDE: Tensor, u_HD: Tensor | None) -> Tensor:
     """Return the least-squares solution b_F of u_h = right_h b_h; zeros without u."""
     u_HD = torch.zeros_like(right_HDE[..., 0]) if u_HD is None else u_HD

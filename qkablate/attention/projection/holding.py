@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from qkablate.attention.layer import Attention
-from qkablate.attention.linalg import expect_rank
+from qkablate.attention.linalg import expect_rank, find_basis
 from qkablate.attention.ov import OV
 from qkablate.attention.ov.unprojected import NoO, NoV
 from qkablate.attention.projection.moments import Moments, with_bias
@@ -202,11 +202,11 @@ class _Side:
         if key not in self._problems:
             bases: list[Tensor | None] = [None, None]
             if self.factors is not None and is_one_basis and not self.spec.is_cross:
-                bases = [_find_basis(torch.cat(self._linear_factors(), -1))] * 2
+                bases = [find_basis(torch.cat(self._linear_factors(), -1))] * 2
             elif self.factors is not None and not is_one_basis:
                 wide = (shared if self.shares_left else 1), (1 if self.shares_left else shared)
                 bases = [
-                    _find_basis(factor, size) if is_free else None
+                    find_basis(factor, size) if is_free else None
                     for factor, size, is_free in zip(
                         self._linear_factors(), wide, (left, right), strict=True
                     )
@@ -237,16 +237,6 @@ class _Side:
 
 def _key(circuit: Circuit) -> object:
     return type(circuit), *(getattr(circuit.spec, name) for name in circuit.uses)
-
-
-def _find_basis(factor_HDE: Tensor, shared: int = 1) -> Tensor | None:
-    """Return an orthonormal basis of the columns of each head or group; None if it is the space."""
-    _, width, size = factor_HDE.shape
-    if size * shared >= width:
-        return None
-    groups_GDE = factor_HDE.unflatten(0, (-1, shared)).transpose(1, 2).flatten(2)
-    basis_GDP: Tensor = torch.linalg.qr(groups_GDE).Q
-    return basis_GDP.repeat_interleave(shared, 0)
 
 
 class _Scores(_Side):

@@ -277,7 +277,9 @@ def set_scores_(
     if chooses_keys:
         goal_HLD, m_HDD = with_bias(*unscaled), source.ov.circuit(source.qk)[heads]
         weights = _reorder(moments, heads) or isotropic_moments(len(heads), goal_HLD[0])
-        w_GDE = find_keys(goal_HLD, m_HDD, weights, target.qk.key_heads, target.qk.width)
+        sizes, reads_HDE = (target.qk.key_heads, target.qk.width), _find_reads(source)
+        reads_HDE = None if reads_HDE is None else reads_HDE[heads]
+        w_GDE = find_keys(goal_HLD, m_HDD, weights, *sizes, reads_HDE)
         left_HLE = fit_queries(goal_HLD, w_GDE, weights, target.qk.max_rank)
         target.qk.set_factors_(left_HLE, w_GDE)
     elif moments is None:
@@ -287,6 +289,12 @@ def set_scores_(
     goal_HLD = with_bias(b_HDD, u_HD)
     error_HLD = with_bias(*scaled_circuit(target.qk)) - goal_HLD
     return _relative_errors(error_HLD, goal_HLD, power)
+
+
+def _find_reads(layer: Attention) -> Tensor | None:
+    """Return the directions of the keys' stream that each head reads, as HDE; None: all."""
+    scores, outputs = layer.qk.low_rank_factors(), layer.ov.low_rank_factors(layer.qk)
+    return None if scores is None or outputs is None else torch.cat([scores[1], outputs[0]], -1)
 
 
 def set_output_(
