@@ -21,6 +21,7 @@ Imports neither torch nor training, so that reports can read runs anywhere.
 """
 
 import dataclasses
+import glob
 import hashlib
 import json
 import os
@@ -257,6 +258,10 @@ class NoMatch(UserError):
 
 def no_match(kind: str, word: str | None, out: Path, known: Collection[str]) -> NoMatch:
     """Return the error that no `known` name in `out` matches a word; without one, there is none."""
+    if word and "/" in word and not os.path.exists(path := os.path.expanduser(word)):
+        parent = os.path.dirname(path.rstrip("/"))
+        beside = [found.rstrip("/") for found in glob.glob(os.path.join(glob.escape(parent), "*/"))]
+        return NoMatch(f"there is no folder '{word}'{nearest_hint(path.rstrip('/'), beside)}")
     text = f"there is no {kind} " + (f"'{word}' " if word is not None else "") + f"in '{out}'"
     if known:
         where = "" if str(out) == "outputs" else f" {shlex.quote(f'out={out}')}"

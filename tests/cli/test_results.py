@@ -353,6 +353,8 @@ MISTAKES = [
     (["smalll"], "(nearest: small)"),
     (["out=nowhere"], "there is no sweep in 'nowhere' (it has none); start one: qkablate"),
     (["one", "two"], "no sweep or run 'one' in 'outputs'; `qkablate ls` lists them"),
+    (["outputs/sweep/"], "there is no folder 'outputs/sweep/' (nearest: outputs/sweeps)"),
+    (["nowhere/small"], "there is no folder 'nowhere/small'"),
     (["--jsn"], "'--jsn' (nearest: --json) is not one of "),
     (["--fromat", "md"], "(nearest: --format)"),
     (["--format", "jsno"], "--format: 'jsno' (nearest: json) is not one of table, csv, json, md"),
