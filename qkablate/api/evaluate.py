@@ -25,7 +25,8 @@ LEVEL = 0.95  # of the interval of a gap
 # Keys of an evaluation, beside those of data.
 _OWN_KEYS = ("tokens", "step", "device", "precision", "threads", "out")
 CIRCUIT_KEYS = ("variant.file", "variant.qk", "variant.ov")
-EVAL_KEYS = ("data", *(k for k in KEYS if k.startswith("data.")), *_OWN_KEYS, *CIRCUIT_KEYS)
+DATA_WORDS = ("data", *(key for key in KEYS if key.startswith("data.")))
+EVAL_KEYS = (*DATA_WORDS, *_OWN_KEYS, *CIRCUIT_KEYS)
 _MOST_DIGITS = 17
 
 
@@ -114,13 +115,13 @@ def evaluate_runs(
     planned = []
     for folder in folders:
         restored = restore(folder, variant_file=file, qk=qk, ov=ov, step=step)
-        requested = _request_data(restored.config.data, values)
+        requested = request_data(restored.config.data, values)
         data = open_run_data(restored, requested, values.get("data.cache", "auto"))
         limit = tokens if "tokens" in values else training_limit(restored, data, split)
         planned.append((restored, requested or restored.config.data, data, limit))
     found = []
     for restored, config, data, limit in planned:
-        if read_result(restored.folder) is None:
+        if read_result(restored.folder) is None and not restored.is_imported:
             name = restored.folder.resolve().name
             print_stderr(
                 f"{name} has no result yet: its checkpoint of step {restored.step} is evaluated"
@@ -182,7 +183,7 @@ def _compose_data(values: Mapping[str, str]) -> DataConfig:
     return jobs[0].config.data
 
 
-def _request_data(own: DataConfig, values: Mapping[str, str]) -> DataConfig | None:
+def request_data(own: DataConfig, values: Mapping[str, str]) -> DataConfig | None:
     """Return the data that the keys name; None for the run's own.
 
     Keys that are not given are the run's if the source is, too; of another text the tokenizer and

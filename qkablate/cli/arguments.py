@@ -285,7 +285,7 @@ def propose_sample(config: "Config", words: list[str]) -> list[str]:
     if config.model.form != "decoder":
         return ["sample", *words, "--split", "test", "--show", "5"]
     if is_causal_text(config.data):
-        return ["sample", *(word for word in words if not word.startswith("data.cache="))]
+        return ["sample", *(word for word in words if not word.startswith(("data=", "data.")))]
     return ["data", "info", f"data={config.data.source}"]
 
 

@@ -4,6 +4,7 @@
 
 from qkablate.cli.arguments import (
     Parser,
+    check_utf8,
     convert_value,
     out_words,
     run_and_keys,
@@ -65,6 +66,8 @@ def main(argv: list[str]) -> int:
     args = PARSER.parse(argv)
     words, out = take_out(args.words)
     model, values = run_and_keys(words, KEYS, "import gpt2")
+    for word in (model, out, *values.values()):
+        check_utf8(sanitize(word), word)
     context = None
     if "context" in values:
         context = convert_value("context", values["context"], whole_number(1, 2**24))

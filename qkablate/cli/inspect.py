@@ -6,6 +6,7 @@ from argparse import Namespace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from qkablate.api.evaluate import DATA_WORDS, request_data
 from qkablate.cli.arguments import (
     CIRCUIT_KEYS,
     Parser,
@@ -35,8 +36,9 @@ Usage: qkablate inspect RUN [key=value …] [--layer N] [--head N]
 RUN is a run's folder, or the beginning of its name or id in outputs/runs. Its
 newest checkpoint is used; the run may still be training. Two tables describe
 the matrices B_h (the scores of head h) and M_h (its output), the third
-describes the attention at the beginning of the validation split, if that is
-prepared on this machine. Training logs the same numbers (diagnostics.every).
+describes the attention at the beginning of the validation split: of the run's
+own data, if that is prepared on this machine, or of data=NAME. Training logs
+the same numbers (diagnostics.every).
 
 With --forms: how much of the run's circuits each form of the catalogue can hold
 at this size, without any training; minutes for a model of 100 M parameters.
@@ -48,7 +50,9 @@ Flags
 Keys
   step=N              the checkpoint of this step (default: the newest)
   out=outputs         the folder that holds runs/
-  data.cache=FOLDER   where the run's data is prepared (default: as in train)
+  data=NAME           other data that the run can read, and all of data.* as in
+                      train, instead of the run's own; an imported run has none
+  data.cache=FOLDER   where prepared data is (default: as in train)
   variant.file=PATH   the file of the run's own circuit, if it was trained with
                       one
   variant.qk=NAME     the name of its QK circuit, if it comes from an installed
@@ -101,10 +105,10 @@ Examples
   qkablate inspect merged_w --layer 0 --head 2 --text 'def main(self):'
   qkablate inspect merged_w --text 'def main(self):' -o heads.svg
   qkablate inspect merged_w-d128-h4-s0-0123456789ab --json > merged_w.json
-  qkablate inspect gpt2 --forms
+  qkablate inspect gpt2 data=text data.path=book.txt --forms
   qkablate inspect no_q_cross --text 's3 s1 s4' --target 's4 s1 s3' -o pair.svg
 """
-KEYS = ("step", "out", "data.cache", *CIRCUIT_KEYS)
+KEYS = ("step", "out", *DATA_WORDS, *CIRCUIT_KEYS)
 _PARTS = {"qk": "B_h, the scores of a head", "ov": "M_h, the output of a head"}
 _IMAGES = (".svg", ".png")
 
@@ -141,6 +145,7 @@ def main(argv: list[str]) -> int:
     from qkablate.diagnostics.forms import TOKENS_PER_DIMENSION
     from qkablate.diagnostics.panel import TOKENS
     from qkablate.training.recorders.diagnostics import choose_inputs, initial_layers
+    from qkablate.training.recorders.run_evaluation import open_run_data
 
     model, config = restored.model, restored.config
     all_layers, form = model.attention_layers(), config.model.form
@@ -151,7 +156,9 @@ def main(argv: list[str]) -> int:
     count = TOKENS
     if args.forms:
         count = max(TOKENS, TOKENS_PER_DIMENSION * config.model.d_model)
-    inputs, source = choose_inputs(restored, args.keys.get("data.cache", "auto"), count)
+    cache, requested = args.keys.get("data.cache", "auto"), request_data(config.data, args.keys)
+    data = None if requested is None else open_run_data(restored, requested, cache)
+    inputs, source = choose_inputs(restored, cache, count, data)
     starts = initial_layers(model, config, restored.folder / "start")
     if restored.is_imported:  # how it began is not known
         starts = iter(())

@@ -86,6 +86,7 @@ RENAMED = {
     "heal": "finetune",
     "data.payload": "data.copy_length",
     "sweep.where": "sweep.filter",
+    "model.activation": "model.mlp",
 }
 
 

@@ -29,6 +29,8 @@ from qkablate.pretrained.standardize import standardize
 from qkablate.pretrained.weights import join_entry
 from qkablate.randomness import named_generator
 from qkablate.runs.records import read_json
+from qkablate.table import format_bytes
+from qkablate.training import hardware
 from qkablate.training.warm_start.restore import RestoredRun
 
 _GPT2_MLPS = ("gelu", "gelu_tanh", "relu2")
@@ -59,6 +61,7 @@ def export_run(restored: RestoredRun, folder: Path) -> Exported:
     """Write a run for transformers, or raise UserError with the reason why it cannot be one."""
     check_target(folder)
     family = _find_family(restored.config.model)
+    _check_memory(restored.model)
     model, architecture = _convert(restored, family)
     difference = _compare(restored.model, model)
     weights = {name: value.float() for name, value in model.state_dict().items()}
@@ -70,6 +73,16 @@ def export_run(restored: RestoredRun, folder: Path) -> Exported:
     _write(folder, make_config(architecture, end), tensors)
     params = sum(value.numel() for value in tensors.values())
     return Exported(family, architecture.variant.name, difference, params)
+
+
+def _check_memory(model: Model) -> None:
+    """Raise UserError unless two copies in fp64, and two in fp32, fit beside the model."""
+    required = (2 * 8 + 2 * 4 - 4) * sum(p.numel() for p in model.parameters())
+    if (free := hardware.free_memory()) < required:
+        raise UserError(
+            f"the comparison in fp64 needs {format_bytes(required)} of memory, and"
+            f" {format_bytes(free)} are free"
+        )
 
 
 def _has_gpt2_tokens(restored: RestoredRun) -> bool:

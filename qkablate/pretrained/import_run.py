@@ -28,6 +28,8 @@ if TYPE_CHECKING:
 
 _NAME = re.compile(r"[A-Za-z0-9][\w.+-]{0,99}", re.ASCII)
 GPT2_VOCABULARY = 50257
+# Other languages have models of this size with tokens of their own.
+_GPT2_IDS = {"Hello": 15496, "Ġworld": 995, "Ġthe": 262, "<|endoftext|>": 50256}
 _LR = 6e-4  # the rate that models of GPT-2's size are trained at; fine-tuning takes 0.3 of it
 
 
@@ -40,16 +42,16 @@ class ImportedRun:
     origin: dict[str, Any]
     params: int
     is_new: bool
-
-    @property
-    def has_tokenizer(self) -> bool:
-        """Return whether text can be written in the model's tokens."""
-        return has_gpt2_tokens(self.architecture)
+    has_tokenizer: bool  # text can be written in the model's tokens
 
 
-def has_gpt2_tokens(architecture: Architecture) -> bool:
-    """Return whether the vocabulary of a model is GPT-2's."""
-    return architecture.family == "gpt2" and architecture.vocabulary == GPT2_VOCABULARY
+def has_gpt2_tokens(architecture: Architecture, vocabulary: Any) -> bool:
+    """Return whether the tokens of a model are GPT-2's, as far as its vocab.json, if any, says."""
+    if architecture.family != "gpt2" or architecture.vocabulary != GPT2_VOCABULARY:
+        return False
+    if vocabulary is None:
+        return True
+    return isinstance(vocabulary, dict) and _GPT2_IDS.items() <= vocabulary.items()
 
 
 def import_run(
@@ -68,10 +70,11 @@ def import_run(
     from qkablate.training.resolve import build_empty_model, check_out
 
     tensors = find_tensors(architecture, files)
-    params = sum(entry_size(entry.shape) for entry in architecture.entries().values())
-    root = Path(out).expanduser()
-    required = 4 * params + 2**20  # in fp32, on the disk and in memory
-    check_out(root, required)
+    sizes = [entry_size(entry.shape) for entry in architecture.entries().values()]
+    params, root = sum(sizes), Path(out).expanduser()
+    check_out(root, 4 * params + 2**20)  # in fp32
+    # The largest is also there as it is read, as it is checked, and where it is stored twice.
+    required = 4 * (params + 3 * max(sizes)) + 2**20
     if (memory := hardware.free_memory()) < required:
         raise UserError(
             f"the weights need {format_bytes(required)} of memory in fp32, and"
@@ -79,7 +82,8 @@ def import_run(
         )
     progress = Progress(f"import {label}")
     sums = _hash_files([found.folder / CONFIG, *files], progress)
-    config = _make_config(architecture, out)
+    has_tokenizer = has_gpt2_tokens(architecture, found.read_vocabulary())
+    config = _make_config(architecture, out, "gpt2" if has_tokenizer else None)
     model = build_empty_model(config, architecture.vocabulary)
     weights_of = {file: sums[file] for file in sums if file != CONFIG}
     frozen = identity(
@@ -92,7 +96,7 @@ def import_run(
     ) | {IMPORTED: hash_json(weights_of)}
     run = Run(out, label, run_id(frozen))
     origin = origin_of(found, sums)
-    result = ImportedRun(run.folder, architecture, origin, params, True)
+    result = ImportedRun(run.folder, architecture, origin, params, True, has_tokenizer)
     if (run.folder / "config.yaml").exists():
         return replace(result, is_new=False)
     progress.stage("weights", params, "parameters")
@@ -150,7 +154,7 @@ def _check_weights(expected: dict[str, Any], weights: dict[str, Any]) -> None:
     assert ours == {name: tuple(tensor.shape) for name, tensor in weights.items()}, PREFIXES
 
 
-def _make_config(architecture: Architecture, out: str) -> Config:
+def _make_config(architecture: Architecture, out: str, tokenizer: str | None) -> Config:
     """Return the config of the run: the model, and defaults that are the same on every machine."""
     config = resolve(
         Config(
@@ -167,7 +171,6 @@ def _make_config(architecture: Architecture, out: str) -> Config:
         )
     )
     train = replace(config.train, vmap=1)
-    tokenizer = "gpt2" if has_gpt2_tokens(architecture) else None
     return replace(config, train=train, data=replace(config.data, tokenizer=tokenizer))
 
 

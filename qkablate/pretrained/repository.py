@@ -1,8 +1,10 @@
 """The files of a published model: in a folder, on the Hub, or in its local cache.
 
-Only config.json and safetensors files are read or downloaded; no code and no pickle.
+Only config.json, safetensors files and, of a GPT-2, vocab.json are read or downloaded; no code and
+no pickle.
 """
 
+import contextlib
 import json
 import logging
 import os
@@ -14,18 +16,20 @@ from typing import Any
 
 from qkablate.data.network import is_reachable
 from qkablate.disk import open_file
-from qkablate.errors import UserError, nearest_hint, sanitize
+from qkablate.errors import UserError, nearest_hint, print_stderr, sanitize
 from qkablate.strict_json import parse_json
 
 NAMES = {
     name: f"openai-community/{name}" for name in ("gpt2", "gpt2-medium", "gpt2-large", "gpt2-xl")
 }
 CONFIG, WEIGHTS, INDEX = "config.json", "model.safetensors", "model.safetensors.index.json"
+VOCABULARY = "vocab.json"  # ids of tokens
 _MAX_JSON_BYTES = 2**24
 _MAX_SHARDS = 1000
 _SHARD = re.compile(r"[\w-][\w.-]{0,200}\.safetensors", re.ASCII)
 _REVISION = re.compile(r"[\w-][\w.-]*(/[\w-][\w.-]*)*", re.ASCII)
 _TIMEOUT = 2.0  # seconds for the Hub's answer about a repository
+_ANSWERS = ("GatedRepoError", "RevisionNotFoundError", "RepositoryNotFoundError")  # of the Hub
 _PICKLES = ("pytorch_model.bin", "pytorch_model.bin.index.json", "model.bin")
 
 
@@ -42,11 +46,16 @@ class Repository:
     def name(self) -> str:
         """A name for the run."""
         last = (self.repository or os.path.abspath(os.path.expanduser(self.typed))).split("/")[-1]
-        return re.sub(r"[^\w.-]+", "-", last, flags=re.ASCII).strip("-.")[:60] or "imported"
+        return re.sub(r"[^\w.-]+", "-", last, flags=re.ASCII).strip("-._")[:60] or "imported"
 
     def read_config(self) -> Any:
         """Return the content of config.json."""
         return _read_json(self.folder, CONFIG)
+
+    def read_vocabulary(self) -> Any:
+        """Return the ids of its tokens, where it has a file of them; None otherwise."""
+        is_there = (self.folder / VOCABULARY).is_file()
+        return _read_json(self.folder, VOCABULARY) if is_there else None
 
     def weight_files(self) -> list[Path]:
         """Return the files of the weights, in the order of their names."""
@@ -148,7 +157,9 @@ def _download(word: str, name: str, revision: str | None) -> Repository:
             raise UserError(f"{name} has no {CONFIG}: it is no model of transformers")
         # By its branch, so that the cache knows the commit of that where there is no network.
         folder = _load(name, CONFIG, revision).parent
-        commit = folder.name
+        commit, config = folder.name, _read_json(folder, CONFIG)
+        if VOCABULARY in files and isinstance(config, dict) and config.get("model_type") == "gpt2":
+            _load(name, VOCABULARY, commit)
         if WEIGHTS in files:
             _load(name, WEIGHTS, commit)
         elif INDEX in files:
@@ -167,7 +178,14 @@ def _download(word: str, name: str, revision: str | None) -> Repository:
     except UserError:
         raise
     except Exception as error:  # of its client: the network, the disk, or an answer of another kind
-        raise UserError(_explain(name, revision, error)) from None
+        explanation = _explain(name, revision, error)
+        if type(error).__name__ not in _ANSWERS:
+            with contextlib.suppress(UserError):
+                cached = _find_cached(word, name, revision)
+                cached.weight_files()
+                print_stderr(f"qkablate: {explanation}; HF_HOME has it")
+                return cached
+        raise UserError(explanation) from None
 
 
 def _load(name: str, file: str, revision: str) -> Path:

@@ -15,6 +15,7 @@ from qkablate.pretrained.published_config import Architecture
 from qkablate.pretrained.tensor_header import TensorInfo, read_header
 
 _FLOATS = ("F32", "F16", "BF16")
+_POSITIONS = "wpe.weight"
 
 
 def find_tensors(architecture: Architecture, files: list[Path]) -> dict[str, TensorInfo]:
@@ -77,7 +78,7 @@ def _hint(name: str, found: Iterable[str]) -> str:
 
 def _published_shape(architecture: Architecture, entry: Entry) -> tuple[int, ...]:
     """Return the shape of a published tensor: a table of positions may be longer than ours."""
-    if entry.name == "wpe.weight":
+    if entry.name == _POSITIONS:
         return (architecture.context, architecture.model.d_model)
     return entry.shape
 
@@ -90,9 +91,12 @@ def load_tensors(
     """Return our weights in fp32 from the published ones; UserError for one that is not finite."""
     entries, prefix = architecture.entries(), PREFIXES[architecture.family]
     weights: dict[str, Tensor] = {}
+    rows = {prefix + _POSITIONS: architecture.model.context, _POSITIONS: architecture.model.context}
     done, head = 0, None
     for file in dict.fromkeys(info.file for info in tensors.values()):
-        for full, value in _read_values(file, [n for n in tensors if tensors[n].file == file]):
+        for full, value in _read_values(
+            file, [n for n in tensors if tensors[n].file == file], rows
+        ):
             name = full.removeprefix(prefix)
             if name in entries:
                 weights |= split_entry(entries[name], value)
@@ -112,12 +116,14 @@ def load_tensors(
     return weights
 
 
-def _read_values(file: Path, names: Iterable[str]) -> Iterator[tuple[str, Tensor]]:
-    """Yield tensors of a file in fp32; UserError for one that is not finite."""
+def _read_values(
+    file: Path, names: Iterable[str], rows: Mapping[str, int]
+) -> Iterator[tuple[str, Tensor]]:
+    """Yield tensors of a file in fp32, of some the first rows; UserError for one not finite."""
     try:
         with safetensors.safe_open(file, framework="pt") as content:
             for name in names:
-                value = content.get_tensor(name).float()
+                value = content.get_slice(name)[: rows.get(name)].float()
                 if not value.isfinite().all():
                     raise UserError(f"{file.name}: {sanitize(name)} has values that are not finite")
                 yield name, value
@@ -129,8 +135,6 @@ def _read_values(file: Path, names: Iterable[str]) -> Iterator[tuple[str, Tensor
 def split_entry(entry: Entry, value: Tensor) -> dict[str, Tensor]:
     """Return our tensors of a published one."""
     value = value.T if entry.transposed else value
-    if entry.name == "wpe.weight":
-        value = value[: entry.shape[0]]
     parts = value.chunk(len(entry.parts), -1)
     return {
         name: part.clone(memory_format=torch.contiguous_format)

@@ -106,7 +106,7 @@ def test_own_data_gives_the_result_of_training_to_the_last_bit(evaluate, folder,
 @pytest.mark.parametrize("split", ["val", "test"])
 def test_all_numbers_are_those_of_a_loop_over_documents(evaluate, folder, split):
     losses, hits, counts = naive_documents(find(folder, "no_q"), folder, split)
-    found = first(evaluate("no_q", "tokens=all", "--split", split, "--json"))
+    found = first(evaluate("no_q", "tokens=all", "precision=fp32", "--split", split, "--json"))
     assert (found["answers"], found["documents"]) == (counts.sum(), len(counts))
     assert len(counts) > 2
     assert found["loss"] == pytest.approx(losses.sum() / counts.sum(), rel=1e-6)
@@ -121,7 +121,7 @@ def test_gap_of_two_runs_is_paired_by_document(evaluate, folder):
     (a, _, counts), (b, _, _) = (
         naive_documents(find(folder, name), folder, "val") for name in ("no_q", "standard")
     )
-    done = evaluate("no_q", "standard", "tokens=all", "--json")
+    done = evaluate("no_q", "standard", "tokens=all", "precision=fp32", "--json")
     (gap,) = json.loads(done.out)["gaps"]
     assert gap["gap"] == pytest.approx((a - b).sum() / counts.sum(), abs=1e-6)
     assert gap["se"] == pytest.approx(leave_one_out(a - b, counts), abs=1e-6)
@@ -169,11 +169,11 @@ def test_translator_has_accuracy_and_exact_match(qkablate, folder):
 def test_batches_are_halved_when_memory_runs_out(evaluate, folder, monkeypatch):
     sizes, read = [], run_evaluation.read_split
 
-    def fail_twice(*args):
+    def fail_twice(*args, **options):
         sizes.append(args[-1])
         if len(sizes) < 3:
             raise torch.OutOfMemoryError
-        return read(*args)
+        return read(*args, **options)
 
     monkeypatch.setattr(run_evaluation, "read_split", fail_twice)
     done = evaluate("standard", "--json")

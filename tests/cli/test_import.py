@@ -31,7 +31,10 @@ def test_imported_run_is_read_by_the_other_verbs(qkablate, tmp_path):
     page = next(tmp_path.glob("outputs/runs/*/report.md")).read_text()
     assert "merged_w" in page
     assert_refused(qkablate("sample", "small"), "imported with a tokenizer of its own")
-    assert_refused(qkablate("eval", "small"), "imported with a tokenizer of its own")
+    assert_refused(qkablate("eval", "small"), "was imported and has no data; give data=NAME")
+    assert_refused(
+        qkablate("eval", "small", "data=reverse"), "256 others; its own tokenizer was not imported"
+    )
 
 
 def test_imported_run_is_projected_with_data_of_choice(qkablate, tmp_path, tiny):
@@ -45,6 +48,34 @@ def test_imported_run_is_projected_with_data_of_choice(qkablate, tmp_path, tiny)
     assert_refused(refused, "256 tokens, and the data")
 
 
+def test_imported_run_is_evaluated_and_inspected_on_text(qkablate, train, tmp_path):
+    """The loss is that of the run that was exported."""
+    run = train(tmp_path, "variant=no_q", "train.steps=2")
+    assert qkablate("export", str(run), "hf").code == 0
+    assert qkablate("import", "hf", "as=back").code == 0
+    (tmp_path / "other.txt").write_text("two dogs ran, and the cat saw a mat\n" * 400)
+    data = ["data=text", "data.path=other.txt", f"data.cache={tmp_path / 'cache'}"]
+    done = qkablate("eval", "back", str(run), *data, "precision=fp32", "--json")
+    assert done.code == 0, done.err
+    assert "has no result yet" not in done.err
+    back, own = json.loads(done.out)["evaluations"]
+    assert back["loss"] == pytest.approx(own["loss"], rel=1e-6)
+    on_text = qkablate("inspect", "back", *data, "--forms", "--json")
+    assert on_text.code == 0, on_text.err
+    assert "random tokens" not in on_text.err
+    content = json.loads(on_text.out)
+    assert content["tokens"]["of"] == "the validation split of other.txt"
+    random = json.loads(qkablate("inspect", "back", "--json").out)
+    assert content["attention"] != random["attention"]
+    (kept,) = tmp_path.glob("outputs/runs/back-*/inspection.json")
+    assert json.loads(kept.read_text())["tokens_of_forms"] == "the validation split of other.txt"
+    of_run = json.loads(qkablate("inspect", str(run), *data, "--json").out)
+    assert of_run["attention"]["entropy"] == content["attention"]["entropy"]
+    (tmp_path / "short.txt").write_text("a b\n" * 60)
+    data[1] = "data.path=short.txt"
+    assert_refused(qkablate("inspect", "back", *data), "the validation split of short.txt has")
+
+
 @pytest.mark.parametrize(
     ("words", "reasons"),
     [
@@ -54,6 +85,7 @@ def test_imported_run_is_projected_with_data_of_choice(qkablate, tmp_path, tiny)
         ([], ["no run given"]),
         ([".", "revision=main"], ["revision: the folder"]),
         (["gpt2", "context=0"], ["context: '0' is not a whole number"]),
+        (["m\udcf6del"], ["it is not UTF-8 text"]),
     ],
 )
 def test_mistakes_are_one_line(qkablate, words, reasons):

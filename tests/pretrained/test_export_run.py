@@ -93,6 +93,14 @@ def test_other_parts_are_refused(tmp_path, changes, reason):
         export_run(random_run(tmp_path, "standard", **changes), tmp_path / "hf")
 
 
+def test_too_little_memory_is_one_line(tmp_path, monkeypatch):
+    run = random_run(tmp_path, "standard")
+    monkeypatch.setattr("qkablate.training.hardware.free_memory", lambda: 1000.0)
+    with pytest.raises(UserError, match="the comparison in fp64 needs"):
+        export_run(run, tmp_path / "hf")
+    assert not (tmp_path / "hf").exists()
+
+
 def test_nothing_is_overwritten(tmp_path):
     run = random_run(tmp_path, "standard")
     (tmp_path / "full").mkdir()

@@ -109,6 +109,44 @@ def test_first_positions_alone_are_kept(tmp_path):
     assert "context: 17 is more" in refused_in(tmp_path / "other", context=17)
 
 
+def test_positions_beyond_the_context_are_not_read(tmp_path):
+    write_published(tmp_path / "published")
+
+    def set_last(tensors):
+        tensors["transformer.wpe.weight"][12:] = float("nan")
+
+    change_tensors(tmp_path / "published", set_last)
+    assert "not finite" in refused(tmp_path / "published")
+    assert import_folder(tmp_path / "published", context=12).is_new
+
+
+@pytest.mark.parametrize(
+    ("ids", "known"),
+    [
+        (None, True),
+        ({"Hello": 15496, "Ġworld": 995, "Ġthe": 262, "<|endoftext|>": 50256, "!": 0}, True),
+        ({"Hello": 262, "Ġworld": 995, "Ġthe": 15496, "<|endoftext|>": 50256}, False),
+        ({"Olá": 15496}, False),
+        ([], False),
+    ],
+)
+def test_tokens_are_gpt2s_unless_the_vocabulary_says_otherwise(tmp_path, ids, known):
+    write_published(tmp_path / "published", vocabulary=50257)
+    if ids is not None:
+        (tmp_path / "published" / "vocab.json").write_text(json.dumps(ids), encoding="utf-8")
+    run = import_folder(tmp_path / "published")
+    assert run.has_tokenizer is known
+    assert restore(run.folder).config.data.tokenizer == ("gpt2" if known else None)
+
+
+def test_memory_holds_the_weights_and_their_largest_tensor(tmp_path, monkeypatch):
+    model = write_published(tmp_path / "published", vocabulary=50257)
+    params = sum(parameter.numel() for parameter in model.parameters())
+    free = "qkablate.training.hardware.free_memory"
+    monkeypatch.setattr(free, lambda: 4 * (params + 50257 * 16))
+    assert "of memory in fp32" in refused(tmp_path / "published", context=8)
+
+
 def refused_in(folder, **options):
     folder.mkdir()
     write_published(folder / "published")

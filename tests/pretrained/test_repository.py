@@ -148,6 +148,30 @@ def test_error_of_the_server_is_one_line(qkablate, hub, tmp_path, status):
     assert_nothing_is_written(tmp_path)
 
 
+@pytest.mark.parametrize("status", [403, 503])
+def test_error_of_the_server_leaves_what_is_cached(qkablate, hub, tmp_path, status):
+    hub.models["owner/name"] = publish(tmp_path / "mine")
+    first = import_json(qkablate, "owner/name")
+    hub.refused["owner/name"] = status
+    hub.error_code = ""
+    done = qkablate("import", "owner/name", "--json")
+    assert done.code == 0, done.err
+    assert "HF_HOME has it" in done.err
+    assert json.loads(done.out)["run"] == first["run"]
+
+
+def test_vocabulary_of_a_gpt2_is_read(qkablate, hub, tmp_path):
+    write_published(tmp_path / "mine", vocabulary=50257)
+    other = json.dumps({"Hello": 1}).encode()
+    hub.models["owner/name"] = read_files(tmp_path / "mine") | {"vocab.json": other}
+    assert import_json(qkablate, "owner/name")["has_tokenizer"] is False
+    assert "vocab.json" in hub.downloads()
+    write_published(tmp_path / "llama", "llama")
+    hub.models["owner/llama"] = read_files(tmp_path / "llama") | {"vocab.json": other}
+    import_json(qkablate, "owner/llama")
+    assert [*hub.downloads()].count("vocab.json") == 1
+
+
 def test_pickle_alone_is_not_downloaded(qkablate, hub, tmp_path):
     files = publish(tmp_path / "mine")
     files["pytorch_model.bin"] = files.pop("model.safetensors")

@@ -104,21 +104,28 @@ def _with_weights(layer: AttentionLayer, weights: dict[str, Tensor]) -> Attentio
 
 
 def choose_inputs(
-    restored: RestoredRun, cache: str, tokens: int = TOKENS
+    restored: RestoredRun, cache: str, tokens: int = TOKENS, data: Data | None = None
 ) -> tuple[tuple[Tensor, ...], str]:
     """Return the inputs for the diagnostics of a run on disk, and their description.
 
-    No path in its folder is read and nothing is prepared: the data is found by its fingerprint in
-    the cache; otherwise the tokens are random.
+    Without `data` they are the run's own. No path in its folder is read and nothing is prepared:
+    its data is found by its fingerprint in the cache; otherwise the tokens are random.
     """
     context, vocabulary = restored.config.model.context, restored.model.vocabulary
-    data, folder = find_run_data(restored, cache), corpus.cache_dir(DataConfig(cache=cache))
+    if data is not None and data.tokens["val"] <= context:
+        raise UserError(
+            f"data: the validation split of {data.name} has {data.tokens['val']:,} tokens, and a"
+            f" window of this run {context:,}"
+        )
+    data = data or find_run_data(restored, cache)
+    folder = corpus.cache_dir(DataConfig(cache=cache))
     if data is not None and data.vocabulary == vocabulary and data.tokens["val"] >= context:
         return validation_inputs(data, context, tokens), f"the validation split of {data.name}"
     reason = f"the run's data is not prepared in '{folder}'"
     hint = " (data.cache=FOLDER names another cache)"
     if restored.is_imported:
-        reason, hint = "an imported run has no data of its own", ""
+        reason = "an imported run has no data of its own"
+        hint = "; data=NAME measures it on text"
     print_stderr(f"qkablate: {reason}: the attention is computed on random tokens{hint}")
     rng, rows = named_generator(0, "mechanism", "tokens"), max(1, tokens // min(context, LENGTH))
     lengths = restored.model.input_lengths()

@@ -68,11 +68,8 @@ def open_run_data(restored: RestoredRun, requested: DataConfig | None, cache: st
     """
     config = restored.config
     name = restored.folder.resolve().name
-    if restored.is_imported and config.data.tokenizer is None:
-        raise UserError(
-            f"data: '{name}' was imported with a tokenizer of its own, which qkablate does not"
-            " read, so that no text can be given to it"
-        )
+    # Its tokens are not known: data of as many is taken at the user's word.
+    is_unknown = restored.is_imported and config.data.tokenizer is None
     if requested is None:
         data = find_run_data(restored, cache)
         if data is None and restored.is_imported:
@@ -83,8 +80,9 @@ def open_run_data(restored: RestoredRun, requested: DataConfig | None, cache: st
                 " names another cache, data=NAME other data"
             )
     else:
-        _check_kind(restored, requested)
-        is_made = requested.tokenizer in TRAINED_TOKENIZERS
+        if not is_unknown:
+            _check_kind(restored, requested)
+        is_made = requested.tokenizer in TRAINED_TOKENIZERS and not is_unknown
         data = open_data(requested, config.model, restored.tokenizer() if is_made else None)
     if not isinstance(data, Corpus):  # a text may be shorter than the context
         data.check_context(config.model.context)
@@ -92,9 +90,10 @@ def open_run_data(restored: RestoredRun, requested: DataConfig | None, cache: st
     if data.vocabulary != restored.model.vocabulary or (
         own is not None and data.tokenizer is not None and data.tokenizer != own
     ):
+        hint = "; its own tokenizer was not imported" if is_unknown else ""
         raise UserError(
             f"data: {data.name} has {data.vocabulary:,} tokens, and this run was trained on"
-            f" {restored.model.vocabulary:,} others"
+            f" {restored.model.vocabulary:,} others{hint}"
         )
     return data
 
@@ -136,7 +135,7 @@ def evaluate_run(
 
     Where memory runs out, batches are halved.
     """
-    config = _choose_machine(restored.config, machine)
+    config = _choose_machine(restored, machine)
     config = replace(config, data=replace(config.data, source=source))  # whether it is padded
     with hardware.preserve_process_state():
         hardware.configure_process(config)
@@ -147,7 +146,9 @@ def evaluate_run(
             size = max(size, _fitting_windows(config, data))
         while True:
             try:
-                totals = read_split(config, model, data, split, limit, size)
+                totals = read_split(
+                    config, model, data, split, limit, size, as_trained=_is_own(restored, data)
+                )
                 break
             except Exception as error:
                 if not hardware.is_out_of_memory(error):
@@ -169,9 +170,15 @@ def evaluate_run(
 
 
 def read_split(
-    config: Config, model: Model, data: Data, split: str, limit: int | None, size: int
+    config: Config,
+    model: Model,
+    data: Data,
+    split: str,
+    limit: int | None,
+    size: int,
+    as_trained: bool = True,
 ) -> EvalMetrics:
-    """Return the sums over a split, by document, too."""
+    """Return the sums over a split, by document, too; the loss is rounded as training rounds it."""
     context = config.model.context
     batches = partial(data.split_batches, split, batch_size=size, context=context, limit=limit)
     losses = ModelLosses(model)
@@ -179,7 +186,7 @@ def read_split(
         total = min(data.tokens[split], limit or data.tokens[split])
         progress.stage(split, total, "tokens")
         totals = sum_losses(config, losses, _count_tokens(batches(by_document=True), progress))
-        if isinstance(data, Corpus) and next(iter(batches())).slices is None:
+        if as_trained and isinstance(data, Corpus) and next(iter(batches())).slices is None:
             # In training the loss of each batch is one sum, which is rounded in another way.
             progress.stage(f"{split}, as in training", total, "tokens")
             totals.all.loss = sum_losses(
@@ -196,8 +203,16 @@ def _count_tokens(batches: Iterable[Batch], progress: Progress) -> Iterator[Batc
         progress.update(done)
 
 
-def _choose_machine(trained: Config, machine: Machine) -> Config:
-    """Return the config for this machine, by default with device and precision of the training."""
+def _choose_machine(restored: RestoredRun, machine: Machine) -> Config:
+    """Return the config for this machine, by default with device and precision of the training.
+
+    An imported model was trained on another machine: it is evaluated in the precision that holds
+    its weights, on the device and the threads that there are.
+    """
+    trained = restored.config
+    if restored.is_imported:
+        cores = machine.threads or count_cores()
+        machine = Machine(machine.device or "auto", machine.precision or "fp32", cores)
     threads = machine.threads or min(int(trained.threads), count_cores())
     trained = replace(trained, compile=False, threads=threads)
     if machine.device is None and machine.precision is None:
