@@ -138,6 +138,7 @@ def main(argv: list[str]) -> int:
     restored = restore_run(args.run, args.keys | {"out": args.out}, args.step)
     from qkablate.cli.inspected_forms import (
         keep_measures,
+        map_attention,
         measure_all_forms,
         propose_after_forms,
     )
@@ -166,7 +167,8 @@ def main(argv: list[str]) -> int:
     row = DiagnosticPanel(model, *(tokens[:first] for tokens in inputs), starts=starts).row()
     forms = measure_all_forms(restored, inputs) if args.forms else None
     if restored.is_imported:
-        keep_measures(restored, source, row, forms)
+        a_map = None if data is None else map_attention(model, inputs[0][0], data)
+        keep_measures(restored, source, row, forms, a_map)
     attention = model.variant_layer().module
     name = restored.folder.resolve().name
     image = ""

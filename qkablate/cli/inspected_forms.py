@@ -5,12 +5,17 @@ from typing import Any
 
 from torch import Tensor
 
+from qkablate.analysis.study.attention_maps import show_token
 from qkablate.cli.arguments import out_words
+from qkablate.data import Data
 from qkablate.data.progress import Progress
+from qkablate.data.tokenizers import load_tokenizer
 from qkablate.diagnostics.forms import measure_forms
 from qkablate.errors import print_stderr
+from qkablate.models.base import Model
 from qkablate.runs.inspection import FILE_NAME, write_inspection
 from qkablate.training import hardware
+from qkablate.training.recorders.diagnostics import compute_attention_map
 from qkablate.training.warm_start.restore import RestoredRun
 
 
@@ -38,10 +43,14 @@ def measure_all_forms(restored: RestoredRun, inputs: tuple[Tensor, ...]) -> dict
 
 
 def keep_measures(
-    restored: RestoredRun, source: str, row: dict[str, Any], forms: dict[str, Any] | None
+    restored: RestoredRun,
+    source: str,
+    row: dict[str, Any],
+    forms: dict[str, Any] | None,
+    text: dict[str, Any] | None = None,
 ) -> None:
     """Keep in the folder of an imported run what a report of it shows."""
-    parts: dict[str, Any] = {"diagnostics": row, "tokens": source}
+    parts: dict[str, Any] = {"diagnostics": row, "tokens": source, "text": text}
     if forms is not None:
         parts |= {"forms": forms, "tokens_of_forms": source}
     try:
@@ -54,8 +63,22 @@ def keep_measures(
         )
 
 
+def map_attention(model: Model, tokens_T: Tensor, data: Data) -> dict[str, Any] | None:
+    """Return the attention on the beginning of a text, with its tokens, for a report."""
+    if (found := compute_attention_map(model, tokens_T, "cpu")) is None:
+        return None
+    shown, a_LHTT = [*map(str, found[0].tolist())], found[1]
+    if data.tokenizer is not None:
+        tokenizer = load_tokenizer(data.tokenizer)
+        shown = [show_token(tokenizer.decode([id])) for id in found[0].tolist()]
+    return {"tokens": shown, "attention": a_LHTT.tolist()}
+
+
 def propose_after_forms(args: Namespace, restored: RestoredRun) -> list[list[str]]:
     """Return commands: the loss of each form, at once and fine-tuned, and a report."""
     words = [args.run, *out_words(args.out)]
     command = ["project", *words, "variant=all", "--table"]
-    return [command, *([["report", *words]] if restored.is_imported else [])]
+    if not restored.is_imported:
+        return [command]
+    data = [f"{k}={v}" for k, v in args.keys.items() if k == "data" or k.startswith("data.")]
+    return [[*command, *data], ["report", *words]]

@@ -162,7 +162,7 @@ def _parse_llama(settings: _Settings, context: int | None) -> Architecture:
         raise _refuse("num_key_value_heads", groups, f"a divisor of num_attention_heads={heads}")
     published = settings.size("max_position_embeddings", 2048)
     length = _choose_context(context, published)
-    # transformers writes no setting that is its default.
+    # Older versions of transformers write no setting that is its default.
     default = 4096 if settings.values["model_type"] == "mistral" else None
     window = settings.values.get("sliding_window", default)
     if window is not None and settings.size("sliding_window", window) < length:

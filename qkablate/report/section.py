@@ -122,7 +122,8 @@ class Section:
     @cached_property
     def examples(self) -> list[ArmAttention]:
         """Attention maps of the first run of each arm that has any."""
-        return [*filter(None, map(read_arm_attention, self.study.entries))]
+        imported = (inspection.attention for inspection in self.inspections.values())
+        return [*filter(None, (*map(read_arm_attention, self.study.entries), *imported))]
 
     @cached_property
     def metric(self) -> str:

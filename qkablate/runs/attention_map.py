@@ -63,10 +63,15 @@ def read_attention_map(path: Path) -> tuple[AttentionMapHeader, np.ndarray, np.n
     header, (a_LHTT, tokens_T) = _FILE.read(path)
     if len(tokens_T) > MAX_TOKENS or tokens_T.min() < 0:
         raise ValueError("its tokens are too many, or not token ids")
-    if a_LHTT.shape[2:] != (len(tokens_T), len(tokens_T)):
-        raise ValueError(f"its attention has shape {a_LHTT.shape} for {len(tokens_T)} tokens")
+    check_weights(a_LHTT, len(tokens_T))
+    return header, tokens_T, a_LHTT
+
+
+def check_weights(a_LHTT: np.ndarray, tokens: int) -> None:
+    """Raise ValueError unless these are quantized causal attention weights of so many tokens."""
+    if a_LHTT.shape[2:] != (tokens, tokens):
+        raise ValueError(f"its attention has shape {a_LHTT.shape} for {tokens} tokens")
     # Each weight was rounded by half of a 255th at most.
     error_LHT = np.abs(a_LHTT.sum(-1, dtype=np.int64) - FULL_WEIGHT)
-    if np.triu(a_LHTT, 1).any() or error_LHT.max() > len(tokens_T) / 2 + 1:
+    if np.triu(a_LHTT, 1).any() or error_LHT.max() > tokens / 2 + 1:
         raise ValueError("its numbers are not attention weights")
-    return header, tokens_T, a_LHTT

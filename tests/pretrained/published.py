@@ -35,6 +35,8 @@ def publish(folder: Path, family: str, dtype: torch.dtype = torch.float32, **cha
     if family == "gpt2":
         config = library.GPT2Config(**GPT2 | {"bos_token_id": 0, "eos_token_id": 0} | changes)
         model = library.GPT2LMHeadModel(config)
+    elif family == "mistral":
+        model = library.MistralForCausalLM(library.MistralConfig(**LLAMA | changes))
     else:
         model = library.LlamaForCausalLM(library.LlamaConfig(**LLAMA | changes))
     with torch.no_grad():
@@ -58,6 +60,7 @@ def logits_of(model: Any, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -
     computed in `dtype`.
     """
     from transformers.models.llama import modeling_llama as llama
+    from transformers.models.mistral import modeling_mistral as mistral
 
     def norm(self: Any, x: Tensor) -> Tensor:
         mean: Tensor = x.pow(2).mean(-1, keepdim=True)
@@ -72,8 +75,10 @@ def logits_of(model: Any, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -
         angles = torch.cat([angles, angles], -1)
         return angles.cos().to(dtype), angles.sin().to(dtype)
 
-    monkeypatch.setattr(llama.LlamaRMSNorm, "forward", norm)
-    monkeypatch.setattr(llama.LlamaRotaryEmbedding, "forward", rotate)
+    for kind in (llama.LlamaRMSNorm, mistral.MistralRMSNorm):
+        monkeypatch.setattr(kind, "forward", norm)
+    for kind in (llama.LlamaRotaryEmbedding, mistral.MistralRotaryEmbedding):
+        monkeypatch.setattr(kind, "forward", rotate)
     with torch.no_grad():
         found: Tensor = model.to(dtype)(TOKENS).logits
     return found

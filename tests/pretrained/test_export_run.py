@@ -5,6 +5,7 @@ import json
 import pytest
 import torch
 
+from qkablate.config import variants
 from qkablate.errors import UserError
 from qkablate.pretrained.export_run import export_run
 from qkablate.pretrained.import_run import import_run
@@ -15,12 +16,15 @@ from tests.pretrained.random_runs import random_run
 
 EXACT = "standard no_q no_k no_qk shared_qk tied_kv tied_qkv gqa mqa uniform no_v no_o no_vo"
 EXACT += " four_matrix six_matrix four_ov sym_diag low_rank_w standard_reassociated collaborative"
+EXACT += " mla sym_pairwise"
 REFUSED = {
     "qk_norm": "normalized",
     "static_scores": "table of positions",
     "merged_w": "higher rank than d_head=4",
     "merged_ov": "higher rank than d_head=4",
     "shared_qk_reformer": "normalized",
+    "symmetric_w": "higher rank than d_head=4",
+    "wide_qk": "higher rank than d_head=4",
 }
 LLAMA = {"position": "rope", "norm_kind": "rms", "mlp": "swiglu", "bias": False}
 
@@ -45,6 +49,10 @@ def test_other_functions_are_refused_with_the_reason(tmp_path, name):
     with pytest.raises(UserError, match=REFUSED[name]):
         export_run(random_run(tmp_path, name), tmp_path / "hf")
     assert not (tmp_path / "hf").exists()
+
+
+def test_every_variant_is_exported_or_refused_here():
+    assert sorted([*EXACT.split(), *REFUSED]) == sorted(variants())
 
 
 def test_merged_matrices_of_one_head_are_kept(tmp_path):

@@ -19,6 +19,7 @@ from tests.pretrained.published import (
     change_config,
     logits_of,
     publish,
+    transformers,
     write_published,
 )
 
@@ -65,6 +66,8 @@ LLAMA_CHANGES = {
         ("llama", {}),
         ("llama", LLAMA_CHANGES),
         ("llama", {"attention_bias": True}),
+        ("mistral", {"sliding_window": 16}),
+        ("mistral", {"sliding_window": None}),
     ],
 )
 def test_logits_are_those_of_transformers(tmp_path, monkeypatch, family, changes):
@@ -76,6 +79,17 @@ def test_logits_are_those_of_transformers(tmp_path, monkeypatch, family, changes
             found = ours.to(dtype)(TOKENS)
         assert (found - expected).abs().max() < tolerance
         assert expected.std() > 0.1
+
+
+def test_mistral_without_a_window_has_the_default_of_its_class(tmp_path):
+    assert transformers().MistralConfig().sliding_window == 4096
+    publish(tmp_path / "published", "mistral", max_position_embeddings=8192)
+    path = tmp_path / "published" / "config.json"
+    settings = json.loads(path.read_text())
+    del settings["sliding_window"]
+    path.write_text(json.dumps(settings))
+    assert "give context=4096" in refused(tmp_path / "published")
+    assert import_folder(tmp_path / "published", context=4096).is_new
 
 
 @pytest.mark.parametrize("family", ["gpt2", "llama"])

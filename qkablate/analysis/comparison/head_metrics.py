@@ -18,7 +18,7 @@ from qkablate.analysis.study.loss_curves import read_metrics, report_damage
 from qkablate.analysis.study.study import Entry
 from qkablate.runs.records import decode_row, is_number
 
-SPECTRUM = "qk/singular"
+SPECTRUM, OV_SPECTRUM = "qk/singular", "ov/singular"
 # Measures that are drawn, by their names in the rows.
 BY_HEAD = {
     "qk/stable_rank": "stable rank of B",
@@ -26,6 +26,17 @@ BY_HEAD = {
     "attention/entropy": "entropy of attention, nats",
     "attention/previous": "attention to the previous token",
     "attention/induction": "induction",
+}
+# Beside these, of an imported model.
+BY_IMPORTED_HEAD = BY_HEAD | {
+    "qk/effective_rank": "effective rank of B",
+    "qk/directionality": "directionality of B",
+    "qk/balance": "balance of the factors of B",
+    "ov/stable_rank": "stable rank of M",
+    "ov/effective_rank": "effective rank of M",
+    "ov/symmetry": "symmetry of M",
+    "ov/directionality": "directionality of M",
+    "ov/balance": "balance of the factors of M",
 }
 BY_TOKENS = {
     "qk/stable_rank": "stable rank of B",
@@ -37,6 +48,7 @@ ROUNDING = {
     "attention/rounding_fp64": "in fp64",
 }
 MEASURES = (SPECTRUM, *dict.fromkeys([*BY_HEAD, *BY_TOKENS, *ROUNDING]))
+IMPORTED_MEASURES = (*MEASURES, OV_SPECTRUM, *(BY_IMPORTED_HEAD.keys() - BY_HEAD.keys()))
 _SIGN = b'"diagnostics"'
 _TOKENS = re.compile(rb'"tokens": ?(\d{1,18})[,}]')
 _MAX_BYTES = 2**24  # of one row
@@ -150,7 +162,7 @@ def parse_diagnostics(diagnostics: Any, names: Iterable[str], most: int) -> Head
             nested = diagnostics[part][measure]
         except (LookupError, TypeError):
             continue
-        array = _array(nested, 3 if name == SPECTRUM else 2, most)
+        array = _array(nested, 3 if name in (SPECTRUM, OV_SPECTRUM) else 2, most)
         if array is not None:
             values[name] = array
     return values

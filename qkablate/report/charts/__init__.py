@@ -21,7 +21,8 @@ _MAKERS = (
     *(forms.form_chart, heads.rounding_chart),
     *(distance.distance_chart, sizes.heat_map_chart, sizes.cost_chart, scaling.scaling_chart),
     sizes.lr_chart,
-    *(heads.head_curve_chart, spectra.spectrum_chart, spectra.spectra_by_tokens_chart),
+    *(heads.head_curve_chart, spectra.spectrum_chart, spectra.output_spectrum_chart),
+    spectra.spectra_by_tokens_chart,
     *(heads.head_map_chart, attention.attention_chart),
 )
 

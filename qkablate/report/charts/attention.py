@@ -10,6 +10,7 @@ import numpy as np
 from qkablate.analysis.study.attention_maps import TARGETS, ArmAttention
 from qkablate.report.charts import base
 from qkablate.report.charts.base import Chart, ChartPanel, Spec
+from qkablate.report.charts.heads import describe_time
 from qkablate.report.section import Section
 from qkablate.report.text.table import Table
 from qkablate.runs.attention_map import FULL_WEIGHT
@@ -28,6 +29,8 @@ Head = tuple[int, int]  # layer and head
 def attention_chart(section: Section) -> Chart | None:
     """Chart the attention maps of each arm that has any."""
     source = "At the end of training, on the beginning of the validation split"
+    if section.is_imported:
+        source = describe_time(section)
     return make_attention_chart(section.examples, source) if section.examples else None
 
 

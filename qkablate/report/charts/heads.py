@@ -99,24 +99,38 @@ def head_map_chart(section: Section) -> Chart:
     """Chart head metrics by layer and head at the end of training, side by side."""
     groups = head_groups(section)
     panels, counts, cells = list[ChartPanel](), list[int](), 0
-    all_cells = [(size, *_find_cells(group)) for size, group in groups]
+    metrics = head_metrics.BY_IMPORTED_HEAD if section.is_imported else head_metrics.BY_HEAD
+    all_cells = [
+        (size, *_find_cells(group, metrics, is_sorted=not section.is_imported))
+        for size, group in groups
+    ]
     most = max((row["head"] for _, by, _ in all_cells for r in by.values() for row in r), default=0)
     if most == 1:
-        return _single_head_chart(all_cells, describe_time(section))
+        return _single_head_chart(all_cells, [*metrics.values()], describe_time(section))
     for size, by_metric, numbers in all_cells:
         cells += sum(map(len, by_metric.values()))
         if by_metric and (cells <= _MAX_CELLS or not panels):
             counts += numbers
             panels += [
-                ChartPanel(panel_title(metric, size, len(groups) > 1), _map_spec(rows))
+                ChartPanel(
+                    panel_title(metric, size, len(groups) > 1), _map_spec(rows, section.is_imported)
+                )
                 for metric, rows in by_metric.items()
             ]
+    order = (
+        f"Heads are sorted by value, largest first, and averaged by rank over runs"
+        f" ({format_n(counts)}), since head indices do not correspond between seeds."
+    )
+    if section.is_imported:
+        order = (
+            "One column per head, in the model's order. M is what a head writes of the token it"
+            " attends to; the directionality is 1 where single columns dominate and −1 where single"
+            " rows do; the balance is 0 where both factors are as large."
+        )
     caption = (
-        f"{describe_time(section)}, one row per layer. Heads are sorted by value, largest first,"
-        f" and averaged by rank over runs ({format_n(counts)}), since head indices do not"
-        " correspond between seeds. Symmetry is 1 for a symmetric B and −1 for an antisymmetric"
-        " one; induction is the attention to the token that followed the previous occurrence of the"
-        " same token."
+        f"{describe_time(section)}, one row per layer. {order} Symmetry is 1 for a symmetric B and"
+        " −1 for an antisymmetric one; induction is the attention to the token that followed the"
+        " previous occurrence of the same token."
     )
     if cells > _MAX_CELLS:
         caption += " Only the first sizes are shown."
@@ -130,7 +144,7 @@ def describe_time(section: Section) -> str:
 
 
 def _single_head_chart(
-    all_cells: list[tuple[str, dict[str, list[Spec]], list[int]]], when: str
+    all_cells: list[tuple[str, dict[str, list[Spec]], list[int]]], metrics: list[str], when: str
 ) -> Chart:
     """Return a table: a map of single cells would say less."""
     values: dict[tuple[str, ...], dict[str, float]] = {}
@@ -139,7 +153,6 @@ def _single_head_chart(
             for row in rows:
                 key = (row["arm"], size, str(row["layer"]))
                 values.setdefault(key, {})[metric] = row["value"]
-    metrics = [*head_metrics.BY_HEAD.values()]
     cells = [
         [*key, *(format_known(own.get(m), ".3g") for m in metrics)] for key, own in values.items()
     ]
@@ -153,19 +166,21 @@ def _single_head_chart(
     return Chart("head-maps", "Head by head", caption, [], table)
 
 
-def _find_cells(group: list[HeadMetrics]) -> tuple[dict[str, list[Spec]], list[int]]:
+def _find_cells(
+    group: list[HeadMetrics], metrics: Mapping[str, str], is_sorted: bool
+) -> tuple[dict[str, list[Spec]], list[int]]:
     """Return the cells of one size by metric, and the numbers of runs."""
     variants = [arm.entry.arm.variant for arm in group]
     unique = len({*variants}) == len(variants)
     labels = variants if unique else [arm.entry.name for arm in group]
     by_metric: dict[str, list[Spec]] = {}
     counts: list[int] = []
-    for name, metric in head_metrics.BY_HEAD.items():
+    for name, metric in metrics.items():
         rows: list[Spec] = []
         for label, arm in zip(labels, group, strict=True):
             if arrays := arm.at(name, arm.entry.tokens):
                 counts.append(len(arrays))
-                values_LH = head_metrics.sort_heads(arrays)
+                values_LH = head_metrics.sort_heads(arrays) if is_sorted else arrays[0]
                 rows += _map_cells(label, layer_labels(arm, len(values_LH)), values_LH)
         if rows:
             by_metric[metric] = rows
@@ -189,7 +204,7 @@ def _map_cells(label: str, layers: Sequence[int | str], values_LH: np.ndarray) -
     ]
 
 
-def _map_spec(rows: list[Spec]) -> Spec:
+def _map_spec(rows: list[Spec], has_order: bool = False) -> Spec:
     heads = max(row["head"] for row in rows)
     roomy = heads <= _MAX_HEADS_WITH_NUMBERS
     step = 46 if roomy else 16
@@ -206,7 +221,7 @@ def _map_spec(rows: list[Spec]) -> Spec:
     encoding = {
         "x": {"field": "head", "type": "ordinal", "title": None, "axis": None},
         "y": {"field": "layer", "type": "ordinal", "title": None, "axis": axis} | order,
-        "tooltip": base.make_tooltip(arm="", layer="", head="rank", value=""),
+        "tooltip": base.make_tooltip(arm="", layer="", head="" if has_order else "rank", value=""),
     }
     height = {"step": 28 if roomy else step}
     return {

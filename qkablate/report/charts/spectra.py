@@ -9,7 +9,7 @@ import numpy as np
 
 from qkablate.analysis.comparison import head_metrics
 from qkablate.analysis.comparison.curves import thin
-from qkablate.analysis.comparison.head_metrics import SPECTRUM, HeadMetrics, nan_mean
+from qkablate.analysis.comparison.head_metrics import OV_SPECTRUM, SPECTRUM, HeadMetrics, nan_mean
 from qkablate.report.charts import base
 from qkablate.report.charts.base import Chart, ChartPanel, Spec, round_digits
 from qkablate.report.charts.heads import head_groups, layer_labels, panel_title
@@ -20,10 +20,21 @@ _MAX_VALUES = 32  # singular values that a spectrum is drawn with
 _MAX_PANELS = 12
 _MIN_VALUE = 1e-4  # relative to the largest singular value; smaller ones are dropped
 _MAX_TIMES = 6  # of training, that are drawn of an arm
+_SPECTRA = {SPECTRUM: ("spectra", "QK", "B"), OV_SPECTRUM: ("output-spectra", "OV", "M")}
 
 
 def spectrum_chart(section: Section) -> Chart:
     """Chart the singular values of B at initialization and at the end, by layer."""
+    return _make_spectrum_chart(section, SPECTRUM)
+
+
+def output_spectrum_chart(section: Section) -> Chart | None:
+    """Chart those of M of an imported model."""
+    return _make_spectrum_chart(section, OV_SPECTRUM) if section.is_imported else None
+
+
+def _make_spectrum_chart(section: Section, measure: str) -> Chart:
+    name, circuit, matrix = _SPECTRA[measure]
     groups = head_groups(section)
     layers_shown = max(1, _MAX_PANELS // max(1, len(groups)))
     panels, counts = [], []
@@ -32,7 +43,7 @@ def spectrum_chart(section: Section) -> Chart:
         labels: dict[int, int | str] = {}
         for arm in group:
             for when, tokens in (("start", 0), ("end", arm.entry.tokens)):
-                if tokens in arm.tokens and (arrays := arm.at(SPECTRUM, tokens)):
+                if tokens in arm.tokens and (arrays := arm.at(measure, tokens)):
                     counts.append(len(arrays))
                     spectra = head_metrics.relative_spectra(arrays)
                     labels |= enumerate(layer_labels(arm, len(spectra)))
@@ -46,11 +57,11 @@ def spectrum_chart(section: Section) -> Chart:
             panels.append(_layer_panel(section, title, rows[layer]))
     times = "" if section.is_imported else " Thick: end of training; thin: initialization."
     caption = (
-        "Singular values of B relative to a head's largest, from the first to the d_head-th; mean"
-        f" over the heads of a layer and over runs ({format_n(counts)}).{times} A line that falls"
-        " early means a low effective rank."
+        f"Singular values of {matrix} relative to a head's largest, from the first to the"
+        f" d_head-th; mean over the heads of a layer and over runs ({format_n(counts)}).{times} A"
+        " line that falls early means a low effective rank."
     )
-    return Chart("spectra", "Spectra of the QK circuit", caption, panels)
+    return Chart(name, f"Spectra of the {circuit} circuit", caption, panels)
 
 
 def _spectrum_rows(

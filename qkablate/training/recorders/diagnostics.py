@@ -44,25 +44,34 @@ def make_panel(plan: RunPlan, model: Model) -> DiagnosticPanel:
 
 def record_attention(plan: RunPlan, write: Callable[..., None], model: Model, step: int) -> None:
     """Write the attention of a model on one text after `step` steps; draws no random numbers."""
-    config, shape = plan.config, plan.config.model
-    length = attention_map.token_count(shape.layers, shape.heads, shape.context)
-    if not length or shape.form != "decoder":  # a map is read as causal
-        return
-    tokens_T = validation_inputs(plan.data, shape.context)[0][0, :length]
-    tokens_T = tokens_T[tokens_T != PAD]
+    tokens_T = validation_inputs(plan.data, plan.config.model.context)[0][0]
     training = model.training
     model.eval()
     try:
-        # In full precision, as `qkablate inspect` computes it.
-        with torch.autocast(config.device.partition(":")[0], enabled=False):
-            weights = attention_weights(model, tokens_T.to(config.device))
-            a_LHTT = torch.stack(weights).cpu().numpy()
+        found = compute_attention_map(model, tokens_T, plan.config.device)
     finally:
         model.train(training)
-    if np.isfinite(a_LHTT).all():  # otherwise the loop will report divergence
+    if found is not None:  # otherwise the loop will report divergence
         header = AttentionMapHeader(plan.run.id, step, plan.data.fingerprint)
-        a_LHTT = attention_map.quantize(a_LHTT)
-        write(attention_map.write_attention_map, header, tokens_T.numpy(), a_LHTT)
+        write(attention_map.write_attention_map, header, *found)
+
+
+def compute_attention_map(
+    model: Model, tokens_T: Tensor, device: str
+) -> tuple[np.ndarray, np.ndarray] | None:
+    """Return the first tokens and a_LHTT in 255ths; None without a map or finite weights."""
+    shape = model.config
+    length = attention_map.token_count(shape.layers, shape.heads, shape.context)
+    if not length or shape.form != "decoder":  # a map is read as causal
+        return None
+    tokens_T = tokens_T[:length]
+    tokens_T = tokens_T[tokens_T != PAD]
+    # In full precision, as `qkablate inspect` computes it.
+    with torch.autocast(device.partition(":")[0], enabled=False):
+        a_LHTT = torch.stack(attention_weights(model, tokens_T.to(device))).cpu().numpy()
+    if not np.isfinite(a_LHTT).all():
+        return None
+    return tokens_T.numpy(), attention_map.quantize(a_LHTT)
 
 
 def validation_inputs(data: Data, context: int, tokens: int = TOKENS) -> tuple[Tensor, ...]:

@@ -78,11 +78,11 @@ def leading_directions(goals, moments, basis_DD, width):
         yield torch.linalg.inv(root_DD) @ leading_DR
 
 
-def unequal_moments(seed):
+def unequal_moments(seed, d=12, heads=3):
     """Return moments of keys and of averages that have nothing in common."""
     draw = torch.Generator().manual_seed(seed)
-    sizes = torch.logspace(-1, 1, 12, dtype=torch.float64)
-    random_NDD = torch.randn(5, 12, 12, generator=draw, dtype=torch.float64)
+    sizes = torch.logspace(-1, 1, d, dtype=torch.float64)
+    random_NDD = torch.randn(heads + 2, d, d, generator=draw, dtype=torch.float64)
     rotations_NDD = torch.linalg.qr(random_NDD).Q
     x_DD, y_DD, *z_DD = rotations_NDD @ sizes.diag() @ rotations_NDD.mT
     one = torch.ones(1, 1, dtype=torch.float64)
@@ -102,6 +102,18 @@ def test_each_group_keeps_the_better_of_both_bases():
         shares.append(errors[0] / errors[1])
     assert torch.stack(shares).min() < 0.9
     assert torch.stack(shares).max() > 1.1
+
+
+@pytest.mark.parametrize(("groups", "width"), [(6, 8), (3, 8), (3, 32), (2, 20)])
+def test_keys_are_sought_where_the_heads_of_a_group_read(groups, width):
+    """Of a stream of 48 a group of two heads of width 8 reads 32 directions, of three heads all."""
+    layer = random_layer("separate", d=48, heads=6, bias=True)
+    goals, moments = goals_of(layer), unequal_moments(0, 48, 6)
+    with torch.no_grad():
+        factors = layer.qk.low_rank_factors()[1], layer.ov.low_rank_factors(layer.qk)[0]
+    everywhere_GDR = find_keys(*goals, moments, groups, width)
+    there_GDR = find_keys(*goals, moments, groups, width, torch.cat(factors, -1))
+    assert_close(there_GDR @ there_GDR.mT, everywhere_GDR @ everywhere_GDR.mT)
 
 
 @pytest.mark.parametrize(("groups", "width"), [(3, 4), (1, 6)])

@@ -21,7 +21,7 @@ def imported(tmp_path_factory):
     from qkablate.diagnostics import DiagnosticPanel
     from qkablate.pretrained.import_run import import_run
     from qkablate.pretrained.repository import find_repository
-    from qkablate.training.recorders.diagnostics import choose_inputs
+    from qkablate.training.recorders.diagnostics import choose_inputs, compute_attention_map
     from qkablate.training.warm_start.restore import restore
     from tests.pretrained.test_import_run import write_published
 
@@ -31,7 +31,9 @@ def imported(tmp_path_factory):
     restored = restore(run)
     inputs, source = choose_inputs(restored, "auto")
     row = DiagnosticPanel(restored.model, *inputs, starts=iter(())).row()
-    keep_measures(restored, source, row, measure_all_forms(restored, inputs))
+    tokens_T, a_LHTT = compute_attention_map(restored.model, inputs[0][0], "cpu")
+    text = {"tokens": [f"<{token}>" for token in tokens_T], "attention": a_LHTT.tolist()}
+    keep_measures(restored, source, row, measure_all_forms(restored, inputs), text)
     return run
 
 
@@ -50,7 +52,7 @@ def section_of(run):
 
 def test_maps_have_a_cell_for_each_form_and_layer(imported, content):
     charts = {chart.name: chart for chart in make_charts(section_of(imported))}
-    assert {*charts} == {"forms", "spectra", "head-maps"}
+    assert {*charts} == {"forms", "spectra", "output-spectra", "head-maps", "attention"}
     forms, chart = content["forms"]["forms"], charts["forms"]
     assert [panel.title for panel in chart.panels] == ["scores of B_h", "output of M_h"]
     for panel, side in zip(chart.panels, ("scores", "output"), strict=True):
@@ -85,7 +87,32 @@ def test_missing_measures_name_the_command(imported, content):
     (imported / FILE_NAME).write_text(json.dumps(content))
     section = section_of(imported)
     assert f"qkablate inspect {imported.name} --forms" in render_markdown([section])
-    assert {chart.name for chart in make_charts(section)} == {"spectra", "head-maps"}
+    assert "forms" not in {chart.name for chart in make_charts(section)}
+
+
+def test_heads_are_in_the_order_of_the_model(imported, content):
+    charts = {chart.name: chart for chart in make_charts(section_of(imported))}
+    panels = {panel.title: panel.spec["data"]["values"] for panel in charts["head-maps"].panels}
+    for title, (part, measure) in {
+        "effective rank of B": ("qk", "effective_rank"),
+        "symmetry of M": ("ov", "symmetry"),
+        "directionality of M": ("ov", "directionality"),
+        "balance of the factors of B": ("qk", "balance"),
+    }.items():
+        shown = {(cell["layer"], cell["head"] - 1): cell["value"] for cell in panels[title]}
+        rows = content["diagnostics"][part][measure]
+        known = {(i, j): value for i, row in enumerate(rows) for j, value in enumerate(row)}
+        assert shown == {key: pytest.approx(value, rel=0.01) for key, value in known.items()}
+    titles = [panel.title for panel in charts["output-spectra"].panels]
+    assert titles == ["layer 0", "layer 1"]
+
+
+def test_attention_is_that_of_the_text(imported, content):
+    charts = {chart.name: chart for chart in make_charts(section_of(imported))}
+    assert "As imported, on" in charts["attention"].caption
+    content["text"] = None
+    (imported / FILE_NAME).write_text(json.dumps(content))
+    assert "attention" not in {chart.name for chart in make_charts(section_of(imported))}
 
 
 @pytest.mark.parametrize(
@@ -95,6 +122,9 @@ def test_missing_measures_name_the_command(imported, content):
         ({"forms": {"forms": []}}, "its forms are not what"),
         ({"diagnostics": 7}, "it is not what `qkablate inspect` writes"),
         ({"tokens": 7}, "it is not what `qkablate inspect` writes"),
+        ({"text": 7}, "its attention is not what"),
+        ({"text": {"tokens": ["a", "b"], "attention": [[[[255, 0], [0]]]]}}, "its attention is"),
+        ({"text": {"tokens": ["a"], "attention": [[[[2.5]]]]}}, "its attention is not what"),
     ],
 )
 def test_damaged_or_foreign_measures_are_one_line(imported, content, change, reason):
