@@ -8,6 +8,7 @@ import pytest
 
 from qkablate.runs.records import read_config
 from tests.cli.helpers import copy_outputs, run_in
+from tests.pretrained.published import write_published
 
 SIZES = ["model.layers=2", "model.d_model=16", "model.heads=2", "model.context=16", "threads=1"]
 LENGTH = ["train.steps=30", "train.batch_size=4", "train.eval_every=10", "tracking.wandb=disabled"]
@@ -65,6 +66,33 @@ def test_every_number_comes_from_the_runs(qkablate, outputs):
         for name in (path.name for path in sorted((outputs / "runs").glob("standard-*")))
     ]
     assert output["trained"]["val_at_once"]["mean"] == pytest.approx(sum(parents) / 2, rel=1e-6)
+
+
+@pytest.mark.slow
+def test_imported_run_is_converted_on_several_orders_of_the_data(qkablate, tmp_path, monkeypatch):
+    """Its errors are those that `inspect --forms` measures on the same text."""
+    monkeypatch.setenv("WANDB_MODE", "disabled")
+    write_published(tmp_path / "mine", vocabulary=256)
+    assert qkablate("import", "mine", "as=small").code == 0
+    (tmp_path / "book.txt").write_text("the cat sat on the mat, and a dog ran\n" * 400)
+    data = ["data=text", "data.path=book.txt", f"data.cache={tmp_path / 'cache'}"]
+    words = ["small", "variant=no_q,merged_w", "seed=range(2)", "finetune.steps=3", *data]
+    output = converted(qkablate, *words, "train.batch_size=4")
+    rows = {row["variant"]: row for row in output["variants"]}
+    for name, row in rows.items():
+        gaps = [
+            losses(tmp_path / "outputs", f"finetuned-{name}-d16-h4-s{seed}")["test"]
+            - losses(tmp_path / "outputs", f"finetuned-standard-d16-h4-s{seed}")["test"]
+            for seed in (0, 1)
+        ]
+        assert row["test_gap"]["n"] == 2
+        assert row["test_gap"]["mean"] == pytest.approx(sum(gaps) / 2, abs=1e-9)
+    done = qkablate("inspect", "small", *data, "--forms", "--json")
+    held = {form["variant"]: form for form in json.loads(done.out)["forms"]["forms"]}
+    assert max(rows["merged_w"]["errors"].values()) < 1e-6
+    found = rows["no_q"]["errors"]["qk_scores"]
+    assert found == pytest.approx(held["no_q"]["scores"], abs=0.05)
+    assert 0.1 < found < 1
 
 
 @pytest.mark.slow
