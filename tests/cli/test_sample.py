@@ -1,6 +1,7 @@
 """`qkablate sample` as a user types it."""
 
 import json
+import os
 import re
 import shutil
 import signal
@@ -236,6 +237,14 @@ def test_split_is_translated_and_scored(qkablate, of_pairs, monkeypatch, split):
     assert "\0" not in done.out
     line = r"\S+, step 2: {}, greedy, 2 pairs: exact match 0.0%, BLEU \d+.00 \(lines:2\)\n"
     assert re.fullmatch(line.format(split), done.err)
+
+
+def test_bleu_stands_beside_its_signature(qkablate, of_pairs):
+    if not os.environ.get("QKABLATE_NEEDS_EXPORT"):  # the extras must be there
+        pytest.importorskip("sacrebleu")
+    run, cache = of_pairs
+    done = qkablate("sample", str(run), "--split", "test", cache)
+    assert re.search(r"BLEU \d+\.\d\d \(nrefs:1\|.*\|version:[\d.]+\)", done.err)
 
 
 def test_bleu_needs_its_extra(qkablate, of_pairs, monkeypatch):
