@@ -56,6 +56,7 @@ def keep_measures(
 
 def propose_after_forms(args: Namespace, restored: RestoredRun) -> list[list[str]]:
     """Return commands: the loss of each form, at once and fine-tuned, and a report."""
-    words = [args.run, *out_words(args.out)]
-    command = ["project", *words, "variant=all", "--table"]
+    words, sites = [args.run, *out_words(args.out)], restored.config.variant.sites
+    measured = ["variant=all", *([] if sites == "all" else [f"variant.sites={sites}"])]
+    command = ["project", *words, *measured, "--table"]
     return [command, *([["report", *words]] if restored.is_imported else [])]

@@ -262,6 +262,47 @@ def test_unprepared_text_is_read_only_from_the_users_path(qkablate, outputs, tra
     assert projected(qkablate, *words, "data.cache=mine")["runs"] == output["runs"]
 
 
+FORMS = {
+    "encoder": (["model=nano_encoder"], [], {"encoder 0"}),
+    "translator": (
+        *(["model=nano_translator"], ["variant.sites=cross"]),
+        {"encoder 0", "decoder 0", "cross 0"},
+    ),
+}
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_encoder_and_translator_of_a_task_are_projected(qkablate, tmp_path, monkeypatch, form):
+    """Of a translator, the attention to the source alone; the other layers stay as they are."""
+    monkeypatch.setenv("WANDB_MODE", "disabled")
+    model, sites, places = FORMS[form]
+    sizes = ["model.layers=1", "model.d_model=16", "model.heads=2", "threads=1", "train.steps=4"]
+    task = ["data=reverse", "data.val_tokens=512", "data.test_tokens=512", "train.batch_size=4"]
+    assert qkablate("train", *model, *sizes, *task).code == 0
+    (parent,) = (tmp_path / "outputs" / "runs").iterdir()
+    words = [parent.name, "variant=no_q", *sites, "finetune.steps=2"]
+    (one,) = projected(qkablate, *words)["runs"]
+    layers = {layer["layer"]: layer for layer in one["layers"]}
+    assert {*layers} == places
+    for place, layer in layers.items():
+        is_changed = not sites or place == "cross 0"
+        assert (layer["qk_scores"] > 1e-3, layer["qk"] > 1e-3) == (is_changed, is_changed)
+        assert layer["ov_output"] < 1e-6
+    assert one["at_once"]["parent"] == pytest.approx(result(parent)["loss"]["val"], rel=1e-6)
+    folders = {
+        key: name and tmp_path / "outputs" / "runs" / name for key, name in one["folders"].items()
+    }
+    for part in ("continued", "projected"):
+        assert result(folders[part])["loss"]["test"] == one["loss"][part]["test"]
+    sizes = {part: result(folders[part])["params"]["total"] for part in ("continued", "projected")}
+    changed = 1 if sites else len(layers)
+    assert sizes["continued"] - sizes["projected"] == changed * 16 * 16  # W_q
+    assert qkablate(*shlex.split(one["scratch_command"])[1:], "threads=1").code == 0
+    (one,) = projected(qkablate, *words)["runs"]
+    assert one["scratch_command"] is None
+    assert one["gap"]["training"]["test"] is not None
+
+
 @pytest.fixture(scope="module")
 def trained_on_pairs(tmp_path_factory):
     """Return the outputs of a translator of the pairs of a file."""
