@@ -273,7 +273,7 @@ FORMS = {
 
 @pytest.mark.parametrize("form", FORMS)
 def test_encoder_and_translator_of_a_task_are_projected(qkablate, tmp_path, monkeypatch, form):
-    """Of a translator, the attention to the source alone; the other layers stay as they are."""
+    """In the translator only the attention to the source changes; other layers stay as they are."""
     monkeypatch.setenv("WANDB_MODE", "disabled")
     model, sites, places = FORMS[form]
     sizes = ["model.layers=1", "model.d_model=16", "model.heads=2", "threads=1", "train.steps=4"]
