@@ -51,7 +51,7 @@ def test_transformer_base_has_the_sizes_of_the_paper():
         config = make_config({"model": "transformer_base"})
     with torch.device("meta"):
         model = build_model(config.model, config.variant, 37_000)
-        theirs = torch.nn.Transformer()  # 6 + 6 layers, d 512, 8 heads, MLP 2048
+        theirs = torch.nn.Transformer(batch_first=True)  # 6 + 6 layers, d 512, 8 heads, MLP 2048
     layers = model.attention_layers()
     sites = Counter(layer.site for layer in layers)
     assert sites == {"encoder": 6, "decoder": 6, "cross": 6}
