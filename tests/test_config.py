@@ -13,6 +13,7 @@ from qkablate.compose.words import split_words
 from qkablate.config import (
     KEYS,
     Config,
+    DataConfig,
     Role,
     SweepConfig,
     conf_dir,
@@ -25,6 +26,7 @@ from qkablate.config import (
     variants,
 )
 from qkablate.config import keys as config_keys
+from qkablate.config.data import source_words
 from qkablate.config.sweep import SWEEP_KEYS
 from qkablate.config.table import RENAMED
 from qkablate.errors import UserError
@@ -147,6 +149,7 @@ def test_the_keys_of_each_role():
         *("variant", "train", "optim", "attention", "diagnostics", "tracking", "device"),
         *("precision", "matmul", "compile", "threads", "deterministic", "out", "seeds.data"),
         *("seeds.dropout", "data.cache", "data.path", "data.name", "data.files"),
+        *("data.source_field", "data.target_field"),
     }
     assert has_role("tracking", Role.LOCAL)
     assert not has_role("train", Role.LOCAL)
@@ -486,6 +489,16 @@ def test_mistakes_in_a_composed_config_are_the_same(override):
             read(override)
         errors.append(str(error.value))
     assert errors[0] == errors[1]
+
+
+@pytest.mark.parametrize("column", ["translation.en", "two words", "a,b", 'a"b', "null", "1e3"])
+def test_columns_of_pairs_are_words(column):
+    data = DataConfig(source="pairs", name="x", source_field=column, target_field="de")
+    words = source_words(data) | {"data.name": "x"}
+    with open_hydra():
+        composed = make_config(words).data
+    assert (composed.source_field, composed.target_field) == (column, "de")
+    assert source_words(DataConfig(source="recall", tokenizer=None)) == {"data": "recall"}
 
 
 @pytest.mark.parametrize(

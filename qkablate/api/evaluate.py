@@ -10,7 +10,13 @@ from typing import TYPE_CHECKING, Any
 from qkablate.api.words import format_words
 from qkablate.compose.configs import compose_jobs
 from qkablate.config import DATA_KEYS, KEYS, Config, DataConfig, Role, check, has_role
-from qkablate.config.data import HELD_OUT_SPLITS, PREPARED_SOURCES, TEXT_SOURCES
+from qkablate.config.data import (
+    HELD_OUT_SPLITS,
+    HUB_KEYS,
+    PREPARED_SOURCES,
+    TEXT_SOURCES,
+    source_words,
+)
 from qkablate.errors import UserError, nearest_hint, not_one_of, print_stderr
 from qkablate.runs.records import read_result
 from qkablate.runs.run import find_run
@@ -192,11 +198,12 @@ def request_data(own: DataConfig, values: Mapping[str, str]) -> DataConfig | Non
     given = {key for key in values if key.startswith("data.") and key != "data.cache"}
     if "data" not in values and not given:
         return None
-    data = _compose_data({"data": own.source, **values})
+    data = _compose_data({**({} if "data" in values else source_words(own)), **values})
     inherited = {"tokenizer", "vocab_size"} if data.source in PREPARED_SOURCES else set()
     inherited |= {"objective"} if data.source in TEXT_SOURCES else set()
     if "data" not in values:
         inherited = {k for k in DATA_KEYS[own.source] if not has_role(f"data.{k}", Role.FINETUNE)}
+        inherited -= {*HUB_KEYS} if "data.path" in given else set()
     if own.tokenizer is None:
         inherited -= {"tokenizer"}
     changes = {key: getattr(own, key) for key in inherited if f"data.{key}" not in given}

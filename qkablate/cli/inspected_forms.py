@@ -76,8 +76,9 @@ def map_attention(model: Model, tokens_T: Tensor, data: Data) -> dict[str, Any] 
 
 def propose_after_forms(args: Namespace, restored: RestoredRun) -> list[list[str]]:
     """Return commands: the loss of each form, at once and fine-tuned, and a report."""
-    words = [args.run, *out_words(args.out)]
-    command = ["project", *words, "variant=all", "--table"]
+    words, sites = [args.run, *out_words(args.out)], restored.config.variant.sites
+    measured = ["variant=all", *([] if sites == "all" else [f"variant.sites={sites}"])]
+    command = ["project", *words, *measured, "--table"]
     if not restored.is_imported:
         return [command]
     data = [f"{k}={v}" for k, v in args.keys.items() if k == "data" or k.startswith("data.")]

@@ -62,6 +62,8 @@ Variants that RUN cannot be projected to are named with the reason.
 
 RUN's data is looked up in your own cache, by its fingerprint. Paths in RUN's
 folder are not read: if the text is not prepared, give data.path (or data.name).
+The columns of pairs are RUN's, unless yours have other names: then give
+data.source_field and data.target_field, too.
 W&B's keys, threads and caches are yours, not RUN's.
 
 Keys

@@ -4,6 +4,7 @@ import re
 from dataclasses import dataclass
 
 from qkablate.config.keys import BIG, LOCAL, Role, data_key, key, keys_by_user
+from qkablate.config.sweep import as_quoted
 from qkablate.errors import UserError
 
 TEXT_SOURCES = ("stdlib", "text", "hub")
@@ -21,6 +22,8 @@ _OWN_VOCABULARY = ("dyck", *_PADDED_TASKS)
 HELD_OUT_SPLITS = ("val", "test")
 SPLITS = ("train", *HELD_OUT_SPLITS)
 VOCABULARY_SIZES = {"bpe": 8192, "words": 2048}  # where data.vocab_size is null
+COLUMNS = ("source_field", "target_field")  # of data=pairs, which has no default for them
+HUB_KEYS = ("files", "subset", "revision", "split")  # beside data.name, and not data.path
 _PLACE = Role.CONTENT | Role.ARM | Role.FINETUNE
 
 
@@ -40,10 +43,15 @@ class DataConfig:
     field: str | None = data_key(
         None, "column that holds the text; null: text", used_by=("text", "hub")
     )
-    source_field: str | None = data_key(
-        None, "column that holds the sources; a.b: the part b of a column a", used_by=("pairs",)
+    source_field: str | None = key(
+        None,
+        "column that holds the sources; a.b: the part b of a column a",
+        _PLACE,
+        used_by=("pairs",),
     )
-    target_field: str | None = data_key(None, "column that holds the targets", used_by=("pairs",))
+    target_field: str | None = key(
+        None, "column that holds the targets", _PLACE, used_by=("pairs",)
+    )
     max_length: int | None = data_key(
         None,
         "tokens of a source, or of a target with its end; pairs with more are left out",
@@ -123,6 +131,13 @@ DATA_KEYS = keys_by_user(DataConfig, _SOURCES)
 _NEEDED = {"text": ("path", "FILE_OR_FOLDER"), "hub": ("name", "NAME_ON_THE_HUB")}
 
 
+def source_words(data: DataConfig) -> dict[str, str]:
+    """Return the overrides that choose a source, without its place but with its columns."""
+    columns = {f"data.{key}": getattr(data, key) for key in COLUMNS}
+    quoted = {key: as_quoted(value) for key, value in columns.items() if value is not None}
+    return {"data": data.source, **quoted}
+
+
 def has_masks(data: DataConfig) -> bool:
     """Return whether a text's masked tokens are predicted, each from both sides."""
     return data.objective == "mlm"
@@ -189,10 +204,10 @@ def _check_pairs(data: DataConfig) -> None:
             "data.path: data=pairs needs either data.path=FILE_OR_FOLDER or"
             " data.name=NAME_ON_THE_HUB"
         )
-    for name in ("files", "subset", "revision", "split"):
+    for name in HUB_KEYS:
         if data.path is not None and getattr(data, name) is not None:
             raise UserError(f"data.{name}: data.path is given, and only data.name=… has this key")
-    for name in ("source_field", "target_field"):
+    for name in COLUMNS:
         if not getattr(data, name):
             raise UserError(f"data.{name}: data=pairs needs data.{name}=COLUMN")
     if data.source_field == data.target_field:

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from qkablate.config import DataConfig
+from qkablate.config.data import COLUMNS
 from qkablate.errors import UserError, nearest_hint
 
 Document = Iterable[bytes]  # its text, in pieces
@@ -53,9 +54,11 @@ def find_files(config: DataConfig) -> list[Path]:
 
 def parallel_files(config: DataConfig) -> list[Path]:
     """Return the files PATH.SOURCE and PATH.TARGET of pairs, if there are."""
-    fields = (config.source_field, config.target_field)
+    fields = [str(getattr(config, key)) for key in COLUMNS]
+    if config.source != "pairs" or os.sep in "".join(fields):  # a suffix leads to no other folder
+        return []
     files = [Path(f"{os.path.expanduser(str(config.path))}.{field}") for field in fields]
-    present = [file for file in files if config.source == "pairs" and file.is_file()]
+    present = [file for file in files if file.is_file()]
     if len(present) == 1:
         (missing,) = {*files} - {*present}
         raise UserError(f"data.path: '{present[0]}' is there, but not '{missing}'")

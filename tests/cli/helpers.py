@@ -24,6 +24,21 @@ def run_in(folder, *words, text=TEXT):
     return folder / "outputs"
 
 
+def train_on_pairs(folder):
+    """Train a translator on the pairs of a file, in `folder`; return the run."""
+    lines = [f"{i * 7919}\t{str(i * 7919)[::-1]}\n" for i in range(1, 60)]
+    (folder / "pairs.tsv").write_text("".join(["a\tb\n", *lines]))
+    data = ["data=pairs", f"data.path={folder}/pairs.tsv", "data.source_field=a"]
+    data += ["data.target_field=b", "data.tokenizer=chars", f"data.cache={folder}/cache"]
+    sizes = ["model=nano_translator", "model.layers=1", "model.d_model=16", "model.heads=2"]
+    sizes += ["train.steps=2", "train.batch_size=2", "tracking.wandb=disabled", "threads=1"]
+    with pytest.raises(SystemExit) as exit_:
+        main(["train", *sizes, *data, f"out={folder}/outputs"])
+    assert exit_.value.code == 0
+    (run,) = (folder / "outputs" / "runs").iterdir()
+    return run
+
+
 def copy_outputs(outputs, folder):
     """Copy what `run_in` has written into a test's folder, and the data into its user's cache."""
     shutil.copytree(outputs.parent / "cache", folder / "home" / ".cache" / "qkablate" / "data")

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from qkablate.runs.records import read_config
-from tests.cli.helpers import copy_outputs, run_in
+from tests.cli.helpers import copy_outputs, run_in, train_on_pairs
 from tests.pretrained.published import write_published
 
 SIZES = ["model.layers=2", "model.d_model=16", "model.heads=2", "model.context=16", "threads=1"]
@@ -158,6 +158,31 @@ def test_impossible_variants_are_named_with_the_reason(qkablate, outputs):
     assert "2 fine-tuning steps" in text
     results = qkablate("results", name)
     assert "sweep.tune=true" not in results.out  # a tuned sweep is no conversion
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("words", "is_prepared"),
+    [(["variant=no_q,merged_w"], True), (["variant=no_q", "--table"], False)],
+)
+def test_translator_of_pairs_is_converted(
+    qkablate, tmp_path, tmp_path_factory, monkeypatch, words, is_prepared
+):
+    monkeypatch.setenv("WANDB_MODE", "disabled")
+    folder = tmp_path_factory.mktemp("pairs")
+    outputs = copy_outputs(train_on_pairs(folder).parent.parent, tmp_path)
+    place = [f"data.cache={tmp_path}/none", f"data.path={folder}/pairs.tsv"]
+    more = [] if is_prepared else place
+    output = converted(qkablate, "standard", *words, "finetune.steps=2", *more)
+    by_variant = {row["variant"]: row for row in output["variants"]}
+    assert {*by_variant} == {word for word in ("no_q", "merged_w") if word in words[0]}
+    for name, row in by_variant.items():
+        gap = losses(outputs, f"finetuned-{name}")["test"]
+        gap -= losses(outputs, "finetuned-standard")["test"]
+        assert row["test_gap"]["mean"] == pytest.approx(gap, abs=1e-9)
+    assert by_variant["no_q"]["errors"]["qk_scores"] > 0
+    if "merged_w" in by_variant:
+        assert max(by_variant["merged_w"]["errors"].values()) < 1e-6
 
 
 def test_all_variants_are_planned(qkablate, outputs):

@@ -11,9 +11,10 @@ from torch.nn import functional as F
 import qkablate as api
 from qkablate.cli import main
 from qkablate.data import Corpus, find_data
+from qkablate.runs.records import read_config
 from qkablate.training.recorders import run_evaluation
 from qkablate.training.warm_start.restore import restore
-from tests.cli.helpers import assert_refused
+from tests.cli.helpers import assert_refused, train_on_pairs
 from tests.conftest import TINY
 
 
@@ -150,6 +151,22 @@ def test_learned_tokenizer_encodes_another_text(qkablate, train, tmp_path):
     text.write_text("the mat zat on the Cat\n" * 200)
     done = qkablate("eval", str(run), "data=text", f"data.path={text}", cache)
     assert_refused(done, "data.tokenizer: these chars have no token for 'z', 'C'")
+
+
+@pytest.mark.parametrize("own", [{}, {"path": None, "name": "owner/name", "subset": "de-en"}])
+def test_other_pairs_are_read_in_the_columns_of_the_run(qkablate, tmp_path, own):
+    run = train_on_pairs(tmp_path)
+    config = read_config(run)
+    (run / "config.yaml").write_text(json.dumps(config | {"data": config["data"] | own}))
+    cache, pairs = f"data.cache={tmp_path}/cache", tmp_path / "pairs.tsv"
+    found = first(qkablate("eval", str(run), f"data.path={pairs}", cache, "--json"))
+    assert found["data_fingerprint"] == config["identity"]["data_fingerprint"]
+    assert found["loss"] == result_of(run)["loss"]["val"]
+    pairs.write_text(pairs.read_text().replace("a\tb", "x\ty"))
+    words = [f"data.path={pairs}", "data.source_field=x", "data.target_field=y", cache, "--json"]
+    assert first(qkablate("eval", str(run), *words))["loss"] == found["loss"]
+    line = "data.source_field: line 2 of "
+    assert_refused(qkablate("eval", str(run), f"data.path={pairs}", cache), line)
 
 
 def test_translator_has_accuracy_and_exact_match(qkablate, folder):

@@ -412,6 +412,48 @@ def test_forms_are_a_table_with_every_variant(inspect):
     assert lines[-1].startswith("  qkablate project ")
 
 
+@pytest.mark.parametrize(
+    ("words", "sites"),
+    [
+        (["model=nano_encoder"], ["encoder"]),
+        (["model=nano_translator"], ["encoder", "decoder", "cross"]),
+        (["model=nano_translator", "variant=no_q", "variant.sites=cross"], ["cross"]),
+    ],
+    ids=["encoder", "translator", "cross"],
+)
+def test_forms_of_a_run_on_pairs(qkablate, tmp_path, words, sites):
+    """A form replaces the layers of the variant's sites alone."""
+    assert qkablate("train", *words, *PAIRS, *SIZE).code == 0
+    (run,) = (tmp_path / "outputs" / "runs").iterdir()
+    done = qkablate("inspect", run.name, "--forms", "--json")
+    assert (done.code, done.err) == (0, "")
+    found = json.loads(done.out)
+    forms = {form["variant"]: form for form in found["forms"]["forms"]}
+    assert {*forms} | {*found["forms"]["obstacles"]} == {*variants()}
+    has_no_q = sites == ["cross"]
+    exact = {"standard", "merged_w", "wide_qk"} | ({"no_q"} if has_no_q else set())
+    for name in exact:
+        assert max(forms[name]["scores"], forms[name]["output"]) < 1e-6
+        assert forms[name]["logits"] < 1e-10
+    assert (forms["standard"]["share"] > 1) == has_no_q
+    for name in {"no_q", "shared_qk", "uniform"} - exact:
+        for place, layer in zip(found["layers"], forms[name]["layers"], strict=True):
+            assert (layer["scores"] > 1e-3) == (place.split()[0] in sites), (name, place)
+        assert forms[name]["logits"] is None
+    assert forms["uniform"]["share"] < 1
+    done = qkablate("inspect", run.name, "--forms")
+    assert (done.code, done.err) == (0, "")
+    row = next(line.split() for line in done.out.splitlines() if line.startswith("no_v "))
+    assert (row[2] == "exact", float(row[3]) > 0) == (True, True)
+    command = next(line for line in done.out.splitlines() if line.startswith("  qkablate project"))
+    assert ("variant.sites=cross" in command) == has_no_q
+    if has_no_q:
+        one = command.replace("variant=all", "variant=uniform").split()[1:]
+        planned = qkablate(*one, "finetune.steps=1", "--dry-run", "--json")
+        assert planned.code == 0, planned.err
+        assert "uniform_cross-d16-h2" in {arm["arm"] for arm in json.loads(planned.out)["arms"]}
+
+
 def test_forms_of_a_layer_are_shown_by_head(inspect):
     done = inspect("--forms", "--layer", "1")
     headers = [line.split() for line in done.out.splitlines() if line.startswith("variant")]

@@ -12,7 +12,7 @@ import pytest
 
 from qkablate.runs.records import read_config
 from qkablate.runs.run import run_id
-from tests.cli.helpers import copy_outputs, run_in
+from tests.cli.helpers import assert_refused, copy_outputs, run_in, train_on_pairs
 
 SIZES = ["model.layers=2", "model.d_model=16", "model.heads=2", "model.context=16", "threads=1"]
 LENGTH = ["train.steps=30", "train.batch_size=4", "train.eval_every=10", "tracking.wandb=disabled"]
@@ -260,6 +260,122 @@ def test_unprepared_text_is_read_only_from_the_users_path(qkablate, outputs, tra
     output = projected(qkablate, *words, f"data.path={text}", "data.cache=mine")
     assert output["runs"][0]["gap"]["finetuned"]["val"] is not None
     assert projected(qkablate, *words, "data.cache=mine")["runs"] == output["runs"]
+
+
+FORMS = {
+    "encoder": (["model=nano_encoder"], [], {"encoder 0"}),
+    "translator": (
+        *(["model=nano_translator"], ["variant.sites=cross"]),
+        {"encoder 0", "decoder 0", "cross 0"},
+    ),
+}
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_encoder_and_translator_of_a_task_are_projected(qkablate, tmp_path, monkeypatch, form):
+    """In the translator only the attention to the source changes; other layers stay as they are."""
+    monkeypatch.setenv("WANDB_MODE", "disabled")
+    model, sites, places = FORMS[form]
+    sizes = ["model.layers=1", "model.d_model=16", "model.heads=2", "threads=1", "train.steps=4"]
+    task = ["data=reverse", "data.val_tokens=512", "data.test_tokens=512", "train.batch_size=4"]
+    assert qkablate("train", *model, *sizes, *task).code == 0
+    (parent,) = (tmp_path / "outputs" / "runs").iterdir()
+    words = [parent.name, "variant=no_q", *sites, "finetune.steps=2"]
+    (one,) = projected(qkablate, *words)["runs"]
+    layers = {layer["layer"]: layer for layer in one["layers"]}
+    assert {*layers} == places
+    for place, layer in layers.items():
+        is_changed = not sites or place == "cross 0"
+        assert (layer["qk_scores"] > 1e-3, layer["qk"] > 1e-3) == (is_changed, is_changed)
+        assert layer["ov_output"] < 1e-6
+    assert one["at_once"]["parent"] == pytest.approx(result(parent)["loss"]["val"], rel=1e-6)
+    folders = {
+        key: name and tmp_path / "outputs" / "runs" / name for key, name in one["folders"].items()
+    }
+    for part in ("continued", "projected"):
+        assert result(folders[part])["loss"]["test"] == one["loss"][part]["test"]
+    sizes = {part: result(folders[part])["params"]["total"] for part in ("continued", "projected")}
+    changed = 1 if sites else len(layers)
+    assert sizes["continued"] - sizes["projected"] == changed * 16 * 16  # W_q
+    assert qkablate(*shlex.split(one["scratch_command"])[1:], "threads=1").code == 0
+    (one,) = projected(qkablate, *words)["runs"]
+    assert one["scratch_command"] is None
+    assert one["gap"]["training"]["test"] is not None
+
+
+@pytest.fixture(scope="module")
+def trained_on_pairs(tmp_path_factory):
+    """Return the outputs of a translator of the pairs of a file."""
+    return train_on_pairs(tmp_path_factory.mktemp("pairs")).parent.parent
+
+
+@pytest.fixture
+def of_pairs(trained_on_pairs, tmp_path, monkeypatch):
+    """Return outputs of a translator whose pairs are prepared in the user's own cache."""
+    monkeypatch.setenv("WANDB_MODE", "disabled")
+    return copy_outputs(trained_on_pairs, tmp_path)
+
+
+def test_translator_of_pairs_is_projected(qkablate, of_pairs):
+    """Its prepared pairs are found; the command that is shown trains the run that is missing."""
+    words = ["standard", "variant=no_q", "finetune.steps=2"]
+    (one,) = projected(qkablate, *words)["runs"]
+    (parent,) = (of_pairs / "runs").glob("standard-*")
+    for key in ("continued", "projected"):
+        config = read_config(of_pairs / "runs" / one["folders"][key])
+        assert config["data"]["source_field"] == "a"
+        assert config["data"]["target_field"] == "b"
+        fingerprint = read_config(parent)["identity"]["data_fingerprint"]
+        assert config["identity"]["data_fingerprint"] == fingerprint
+    assert one["at_once"]["parent"] == pytest.approx(result(parent)["loss"]["val"], rel=1e-6)
+    assert [layer["layer"] for layer in one["layers"]] == ["encoder 0", "decoder 0", "cross 0"]
+    again = shlex.split(one["scratch_command"])[1:]
+    assert qkablate(*again, "threads=1", "tracking.wandb=disabled").code == 0
+    (one,) = projected(qkablate, *words)["runs"]
+    assert one["scratch_command"] is None
+    assert one["gap"]["training"]["test"] is not None
+
+
+PLACES = {  # what the parent's folder says of its data, and what the user gives
+    "same columns": ({}, "a\tb\n", []),
+    "other columns": ({}, "x\ty\n", ["data.source_field=x", "data.target_field=y"]),
+    "of the Hub": ({"path": None, "name": "owner/name", "subset": "de-en"}, "a\tb\n", []),
+}
+
+
+@pytest.mark.parametrize("case", PLACES)
+def test_pairs_are_read_from_the_users_file(qkablate, of_pairs, trained_on_pairs, tmp_path, case):
+    theirs, head, words = PLACES[case]
+    shutil.rmtree(tmp_path / "home" / ".cache")
+    (parent,) = (of_pairs / "runs").iterdir()
+    reword(parent, data=theirs)
+    start = ["standard", "variant=no_q", "finetune.steps=2"]
+    done = qkablate("project", *start)
+    assert_refused(done, " is not prepared in ", "data.name=" if "name" in theirs else "data.path=")
+    rows = (trained_on_pairs.parent / "pairs.tsv").read_text().removeprefix("a\tb\n")
+    (tmp_path / "mine.tsv").write_text(head + rows)
+    (one,) = projected(qkablate, *start, "data.path=mine.tsv", *words)["runs"]
+    for key in ("continued", "projected"):
+        data = read_config(of_pairs / "runs" / one["folders"][key])["data"]
+        assert (data["path"], data["name"], data["subset"]) == ("mine.tsv", None, None)
+        assert f"{data['source_field']}\t{data['target_field']}\n" == head
+
+
+@pytest.mark.parametrize(
+    ("words", "line"),
+    [
+        (["data.source_field=a"], "data.path: data=pairs needs either data.path=FILE_OR_FOLDER or"),
+        (["data.path=mine.tsv", "data.source_field=c"], "data.source_field: line 2 of 'mine.tsv'"),
+        (["data.path=mine.tsv", "data.source_field=b"], "data.target_field: 'b' is the column"),
+        (["data.path=mine.tsv", "data.tokenizer=bpe"], "data.tokenizer: is fixed by the trained"),
+    ],
+    ids=lambda x: str(x)[:50],
+)
+def test_mistakes_in_pairs(qkablate, of_pairs, trained_on_pairs, tmp_path, words, line):
+    shutil.rmtree(tmp_path / "home" / ".cache")
+    shutil.copy(trained_on_pairs.parent / "pairs.tsv", tmp_path / "mine.tsv")
+    assert_refused(qkablate("project", "standard", "variant=no_q", *words), line)
+    assert not [*(of_pairs / "runs").glob("finetuned-*")]
 
 
 @pytest.mark.slow

@@ -18,7 +18,7 @@ from qkablate.data.pairs.bleu import Bleu
 from qkablate.data.pairs.sentences import TargetTokens
 from qkablate.models.translate import translate
 from qkablate.training.warm_start.restore import restore
-from tests.cli.helpers import assert_refused
+from tests.cli.helpers import assert_refused, train_on_pairs
 
 STEPS = ("train.steps=30", "train.batch_size=8")
 REPORT = r"{}, step 30: {} tokens, [\d,]+ tokens/s\n"
@@ -200,17 +200,7 @@ def test_runs_without_a_translator(qkablate, sample, tmp_path):
 def of_pairs(tmp_path_factory):
     """Return a run on text that translates, and the words that name its data."""
     folder = tmp_path_factory.mktemp("pairs")
-    lines = [f"{i * 7919}\t{str(i * 7919)[::-1]}\n" for i in range(1, 60)]
-    (folder / "pairs.tsv").write_text("".join(["a\tb\n", *lines]))
-    data = ["data=pairs", f"data.path={folder}/pairs.tsv", "data.source_field=a"]
-    data += ["data.target_field=b", "data.tokenizer=chars", f"data.cache={folder}/cache"]
-    sizes = ["model=nano_translator", "model.layers=1", "model.d_model=16", "model.heads=2"]
-    sizes += ["train.steps=2", "train.batch_size=2", "tracking.wandb=disabled", "threads=1"]
-    with pytest.raises(SystemExit) as exit_:
-        main(["train", *sizes, *data, f"out={folder}"])
-    assert exit_.value.code == 0
-    (run,) = (folder / "runs").iterdir()
-    return run, f"data.cache={folder}/cache"
+    return train_on_pairs(folder), f"data.cache={folder}/cache"
 
 
 def test_source_of_text_is_translated(qkablate, of_pairs):

@@ -13,7 +13,9 @@ from pathlib import Path
 
 import pytest
 
+from qkablate.compose.configs import make_config, open_hydra
 from qkablate.config import DataConfig
+from qkablate.data import open_data
 from qkablate.data.corpus import open_corpus
 from qkablate.data.hub import FILE_FORMATS, OTHER_READERS, find_local_files
 from qkablate.errors import UserError
@@ -138,15 +140,23 @@ def assert_published(corpus, **other):
 def jsonl(texts, **columns):
     columns = {"text": texts, **columns}
     lines = [dict(zip(columns, row, strict=True)) for row in zip(*columns.values(), strict=True)]
-    return "".join(f"{json.dumps(line)}\n" for line in lines).encode()
+    return rows_of_json(lines)
+
+
+def rows_of_json(rows):
+    return "".join(f"{json.dumps(row)}\n" for row in rows).encode()
 
 
 def parquet(texts, **columns):
+    return rows_of_parquet(text=texts, **columns)
+
+
+def rows_of_parquet(**columns):
     import pyarrow
     import pyarrow.parquet
 
     file = io.BytesIO()
-    pyarrow.parquet.write_table(pyarrow.table({"text": texts, **columns}), file)
+    pyarrow.parquet.write_table(pyarrow.table(columns), file)
     return file.getvalue()
 
 
@@ -179,10 +189,10 @@ def write(folder, files):
     return folder
 
 
-def keep(hf_home, name, files):
+def keep(hf_home, name, files, revision="main"):
     """Store files like the Hub's client in HF_HOME; return the snapshot."""
     place = hf_home / "hub" / f"datasets--{name.replace('/', '--')}"
-    write(place, {"refs/main": commit(files).encode()})
+    write(place, {f"refs/{revision}": commit(files).encode()})
     return write(place / "snapshots" / commit(files), files)
 
 
@@ -481,6 +491,61 @@ def test_missing_column_of_pairs_is_rejected(hf_home):
     ]:
         fields = PAIR_FIELDS | {"target_field": target}
         assert line in refused("owner/name", source="pairs", **fields)
+
+
+HUB_NAMES = {"train": "train", "val": "validation", "test": "test"}
+
+
+def translated(split, mark=""):
+    """Return the sentences of a split in two languages, each with a mark."""
+    texts = [f"{text}{mark}" for text in PUBLISHED[split]]
+    return [{"en": f"{text} in English", "de": f"{text} auf Deutsch"} for text in texts]
+
+
+def multi30k():
+    rows = {split: translated(split) for split in PUBLISHED}
+    return {f"{split}.jsonl": rows_of_json(rows[split]) for split in rows}
+
+
+def iwslt14():
+    return {
+        f"default/{name}/0000.parquet": rows_of_parquet(translation=translated(split))
+        for split, name in HUB_NAMES.items()
+    }
+
+
+def wmt14():
+    """Return the files of two subsets, of which one is not to be read."""
+    card, files = "---\nconfigs:\n", {}
+    for subset, mark in (("cs-en", " of another subset"), ("de-en", "")):
+        card += f"- config_name: {subset}\n  data_files:\n"
+        for split, name in HUB_NAMES.items():
+            card += f"  - split: {name}\n    path: {subset}/{name}-*\n"
+            rows = rows_of_parquet(translation=translated(split, mark))
+            files[f"{subset}/{name}-00000-of-00001.parquet"] = rows
+    return {"README.md": f"{card}---\n".encode(), **files}
+
+
+SHIPPED = {  # the files and their revision, the source and the target
+    "multi30k": ("bentrevett/multi30k", multi30k, "main", "en", "de"),
+    "iwslt14": ("bbaaaa/iwslt14-de-en", iwslt14, "refs/convert/parquet", "de", "en"),
+    "wmt14": ("wmt/wmt14", wmt14, "main", "en", "de"),
+}
+
+
+@pytest.mark.parametrize("name", SHIPPED)
+def test_shipped_pairs_are_read_from_source_to_target(hf_home, name):
+    hub_name, files, revision, source, target = SHIPPED[name]
+    keep(hf_home, hub_name, {"script.py": b"raise SystemExit\n"})  # replaced unless elsewhere
+    keep(hf_home, hub_name, files(), revision)
+    words = {"data": name, "data.tokenizer": "bytes", "data.vocab_size": "null"}
+    with open_hydra():
+        config = make_config(words | {"data.cache": "cache", "model": "transformer_base"})
+    pairs = open_data(config.data, config.model)
+    pairs.check_context(config.model.context)
+    for part in PUBLISHED:
+        expected = [f"{pair[source]}\0{pair[target]}" for pair in translated(part)]
+        assert split(pairs.corpus, part) == closed(expected)
 
 
 # No network

@@ -1,8 +1,11 @@
 """Encoder and decoder: parameters, reference, what sees what, initialization, losses."""
 
+from collections import Counter
+
 import pytest
 import torch
 
+from qkablate.compose.configs import make_config, open_hydra
 from qkablate.config import ModelConfig, VariantConfig, resolve_variant, variants
 from qkablate.config.variant import SITES, check_variant, layer_names
 from qkablate.errors import UserError
@@ -40,6 +43,31 @@ def logits_and_gradients(model, logits):
     zeros = map(torch.zeros_like, parameters.values())
     pairs = zip(parameters, gradients, zeros, strict=True)
     return logits, {name: zero if grad is None else grad for name, grad, zero in pairs}
+
+
+def test_transformer_base_has_the_sizes_of_the_paper():
+    """Those of Vaswani et al. (2017), Table 3, are the defaults of torch's own Transformer."""
+    with open_hydra():
+        config = make_config({"model": "transformer_base"})
+    with torch.device("meta"):
+        model = build_model(config.model, config.variant, 37_000)
+        theirs = torch.nn.Transformer(batch_first=True)  # 6 + 6 layers, d 512, 8 heads, MLP 2048
+    layers = model.attention_layers()
+    sites = Counter(layer.site for layer in layers)
+    assert sites == {"encoder": 6, "decoder": 6, "cross": 6}
+    assert {layer.module.qk.spec.heads for layer in layers} == {8}
+    d, mlp = 512, 2048
+    attention = 4 * (d * d + d)
+    feed_forward = d * mlp + mlp + mlp * d + d
+    encoder = attention + feed_forward + 2 * 2 * d
+    decoder = 2 * attention + feed_forward + 3 * 2 * d
+    expected = 6 * encoder + 6 * decoder + 2 * 2 * d  # and a norm after each stack
+    counts = model.parameter_counts()
+    assert counts["total"] - counts["embedding"] == expected
+    assert expected == sum(parameter.numel() for parameter in theirs.parameters())
+    assert counts["embedding"] == (37_000 + 2 * 128) * d  # shared by source, target and output
+    assert counts["attention"] == 18 * attention
+    assert config.model.dropout == 0.1
 
 
 @pytest.mark.parametrize("sites", WHERE)

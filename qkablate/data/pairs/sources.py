@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 
 from qkablate.config import DataConfig
-from qkablate.config.data import SPLITS
+from qkablate.config.data import COLUMNS, SPLITS
 from qkablate.data import hub, sources
 from qkablate.data.document_store import held_out_split
 from qkablate.data.pairs import postfix, roles
@@ -26,7 +26,6 @@ SPLIT_RULES = {
 _STDLIB_HELD_OUT_FRACTION = 0.1
 _FEW = 300  # sources: fewer are not sure to fill splits of 3 %, and are split by rank
 _STDLIB_READERS = {"stdlib_pairs": postfix.read_expressions, "stdlib_tags": roles.read_statements}
-_FIELDS = ("source_field", "target_field")
 
 Pair = tuple[str, str]
 
@@ -81,7 +80,7 @@ def _stdlib_pairs(files: list[Path], read: Callable[[bytes], Iterator[Pair]]) ->
 
 def _hub_pairs(rows: object, config: DataConfig) -> Iterator[Pair]:
     """Yield the pairs of a published split; those with an empty sentence are left out."""
-    fields = {key: str(getattr(config, key)) for key in _FIELDS}
+    fields = {key: str(getattr(config, key)) for key in COLUMNS}
     for source, target in hub.read_columns(rows, config, fields):
         source, target = source.replace("\0", " ").strip(), target.replace("\0", " ").strip()
         if source and target:
@@ -135,7 +134,7 @@ def _parallel_pairs(files: list[Path]) -> Iterator[tuple[int, str, str]]:
 
 def _row_pairs(file: Path, config: DataConfig) -> Iterator[tuple[int, str, str]]:
     """Yield the line, the source and the target of each row of a file."""
-    fields = {key: str(getattr(config, key)) for key in _FIELDS}
+    fields = {key: str(getattr(config, key)) for key in COLUMNS}
     for number, row in _rows(file):
         texts = []
         for key, field in fields.items():

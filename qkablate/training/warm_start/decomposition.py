@@ -5,10 +5,10 @@ unchanged, and the other variant from scratch.
 """
 
 import dataclasses
-from collections.abc import Collection
 
 from qkablate.attention.projection.project import ProjectionLoss
-from qkablate.config import Config, flatten
+from qkablate.config import Config, DataConfig, flatten
+from qkablate.config.data import source_words
 from qkablate.config.sweep import as_quoted, as_word
 from qkablate.training import hardware
 from qkablate.training.environment import restore_environment
@@ -64,7 +64,7 @@ def plan_decompositions(
         continued, projected = (plan_run(config, data=data) for config in configs)
         scratch = None
         if parent.config.init_from.run is None and not parent.is_imported:
-            config = _make_scratch_config(parent, requested, keys)
+            config = _make_scratch_config(parent, requested, configs[0].data)
             scratch = plan_run(config, is_writer=False, data=data)
         decompositions.append(Decomposition(parent, continued, projected, scratch))
     return decompositions
@@ -81,7 +81,8 @@ def scratch_overrides(plan: RunPlan, overrides: list[str], compose: Compose) -> 
         lower = dataclasses.replace(config.optim, lr=finetune_lr(config))
         config = dataclasses.replace(config, optim=lower)
     words = [word for word in overrides if word.partition("=")[0].partition(".")[0] == "variant"]
-    words += [f"data={config.data.source}", f"seed={config.seed}"]
+    words += [f"{key}={value}" for key, value in source_words(config.data).items()]
+    words.append(f"seed={config.seed}")
     sources = {"data.path": config.data.path, "data.name": config.data.name}
     words += [f"{key}={as_quoted(value)}" for key, value in sources.items() if value is not None]
     sizes = [f"model.{key}={as_word(value)}" for key, value in vars(config.model).items()]
@@ -99,14 +100,12 @@ def scratch_overrides(plan: RunPlan, overrides: list[str], compose: Compose) -> 
     return words
 
 
-def _make_scratch_config(
-    parent: RestoredRun, requested: Config, set_keys: Collection[str]
-) -> Config:
+def _make_scratch_config(parent: RestoredRun, requested: Config, data: DataConfig) -> Config:
     """Return the config that trains the requested variant from scratch, as the parent was."""
-    data_keys = {key for key in set_keys if key.startswith("data.")}
-    config = replace_keys(parent.config, requested, USER_KEYS | data_keys | {"variant"})
+    config = replace_keys(parent.config, requested, USER_KEYS | {"variant"})
     return dataclasses.replace(
         config,
+        data=data,
         tracking=dataclasses.replace(config.tracking, group=None, job_type=None, tags=[]),
         device=config.device.partition(":")[0],
     )

@@ -21,6 +21,7 @@ from qkablate.config import (
     keys_with,
     names_of,
 )
+from qkablate.config.data import COLUMNS, HUB_KEYS, source_words
 from qkablate.config.sweep import as_word
 from qkablate.data import TASKS, Data, corpus, find_data, open_data
 from qkablate.errors import UserError, sanitize
@@ -80,8 +81,10 @@ def _make_overrides(parent: Config, set_keys: Collection[str], steps: int) -> li
     """Return the overrides, besides those given, for a config of the parent's size."""
     overrides = [f"model.{key}={as_word(value)}" for key, value in vars(parent.model).items()]
     overrides.append(f"train.steps={steps}")
-    if parent.data.source in TASKS or {f"data.{key}" for key in _SOURCES} & {*set_keys}:
-        overrides.append(f"data={parent.data.source}")
+    has_place = any(key.startswith("data.") and key != "data.cache" for key in set_keys)
+    if parent.data.source in TASKS or has_place:
+        words = source_words(parent.data).items()
+        overrides += [f"{key}={value}" for key, value in words if key not in set_keys]
     defaults = {
         "train.eval_every": parent.train.eval_every,  # diagnostics.every may depend on it
         "optim.optimizer": parent.optim.optimizer,
@@ -139,6 +142,10 @@ def finetune_config(
     keys = {*set_keys} | {k for key in set_keys for k in _DEPENDENT_KEYS.get(key, ())} | USER_KEYS
     keys |= {"train.steps", "optim.lr", "optim.schedule", "optim.warmup", "optim.cooldown"}
     keys -= {key for key in keys if key.partition(".")[0] == "variant"}
+    if "data.path" in keys:  # in place of a set of the Hub
+        keys |= {f"data.{key}" for key in ("name", *HUB_KEYS)}
+    elif "data.name" in keys:
+        keys.add("data.path")
     if use_variant:
         keys.add("variant")
     config = replace_keys(parent.config, requested, keys)
@@ -205,7 +212,7 @@ def _check_same_arm(parents: list[RestoredRun]) -> None:
     """Raise UserError unless the runs are one arm with different seeds."""
     names = [parent.folder.resolve().name for parent in parents]
     ignored = {"seed", "seeds", "out", "init_from", "device", *USER_KEYS}
-    ignored |= {f"data.{key}" for key in _SOURCES}
+    ignored |= {f"data.{key}" for key in (*_SOURCES, *COLUMNS)}
     configs = [flatten(p.config) | {"data": p.identity["data_fingerprint"]} for p in parents]
     for name, config in zip(names[1:], configs[1:], strict=True):
         for key, value in configs[0].items():

@@ -15,8 +15,11 @@ from qkablate.analysis.claims.parse import claim_names, load_claim, parse_claim,
 from qkablate.analysis.claims.registry import claim_grid
 from qkablate.compose.configs import make_config, open_hydra
 from qkablate.compose.grid import read_request
-from qkablate.config import conf_dir
+from qkablate.config import DataConfig, conf_dir
+from qkablate.config.data import SPLITS
+from qkablate.data.corpus import open_corpus
 from qkablate.errors import UserError
+from qkablate.strict_json import hash_json
 from qkablate.sweeps.planning.expand import Grid, expand_grid
 
 PART = {"arm": "no_q", "kind": "noninferior", "margin": 0.01}
@@ -725,9 +728,49 @@ def test_every_shipped_claim_finds_its_arms(name, tiny_text, shared_cache, monke
         text = {**text, "data.path": str(tiny_text / "much.txt"), "data.tokenizer": "chars"}
     if "data" not in own.grid:
         own = dataclasses.replace(own, grid=own.grid | text)
+    has_data = "data" in load_claim(name).grid
+    assert_finds_its_arms(own, *([] if has_data else [f"data.cache={tiny_text / 'cache'}"]))
+
+
+@pytest.fixture
+def stand_ins(tiny_text, monkeypatch):
+    """Let a few lines stand for each data set of the Hub, with the size that its config names."""
+    pairs = "".join(f"source {i}\ttarget {i}\n" for i in range(60))
+    (tiny_text / "pairs.tsv").write_text(f"en\tde\n{pairs}")
+    files = {
+        "hub": {"source": "text", "path": str(tiny_text / "text.txt")},
+        "pairs": {"source": "pairs", "path": str(tiny_text / "pairs.tsv")}
+        | {"source_field": "en", "target_field": "de"},
+    }
+
+    def open_stand_in(config, tokenizer=None):
+        if config.source not in files:
+            return open_corpus(config, tokenizer)
+        found = open_corpus(DataConfig(**files[config.source], cache=str(tiny_text / "cache")))
+        settings = {key: value for key, value in vars(config).items() if key != "cache"}
+        found.fingerprint = hash_json(settings)
+        found.vocabulary = config.vocab_size or {"gpt2": 50257, "bytes": 256}[config.tokenizer]
+        sizes = (config.max_tokens or 10**8, config.val_tokens, config.test_tokens)
+        found.tokens = dict(zip(SPLITS, sizes, strict=True))
+        return found
+
+    monkeypatch.setattr("qkablate.data.open_corpus", open_stand_in)
+    monkeypatch.setattr("qkablate.sweeps.planning.arms.check_available", lambda config: None)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("name", "scale"), [at for at in AT_SCALE if at[1] != "small"])
+def test_every_shipped_claim_finds_its_arms_at_larger_scales(
+    name, scale, stand_ins, shared_cache, monkeypatch
+):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(shared_cache))
+    assert_finds_its_arms(load_claim(name, scale))
+
+
+def assert_finds_its_arms(own, *free):
+    """Assert that every part of a claim compares arms that differ in what it is about alone."""
     grid, words = claim_grid(own, own.seeds[-1])
-    free = ["threads=1", "tracking.wandb=disabled"]
-    free += [] if "data" in load_claim(name).grid else [f"data.cache={tiny_text / 'cache'}"]
+    free = [*free, "threads=1", "tracking.wandb=disabled"]
     with open_hydra():
         found = read_request([*words, *free], grid)
         manifest = expand_grid(

@@ -84,6 +84,18 @@ def test_all_formats_and_places_have_one_fingerprint(write, tmp_path):
     assert {open_data(side, MODEL).fingerprint} == prints
 
 
+def test_columns_lead_to_no_file_outside_the_path(write, tmp_path):
+    """They may be those of a run that somebody else has trained."""
+    for name in ("mine.en", "mine.de"):
+        write(name, "a secret\n" * 20)
+    data = write("set/pairs.tsv", rows_of("tsv"), path=f"{tmp_path}/set/")
+    data.source_field, data.target_field = "/../mine.en", "/../mine.de"
+    with pytest.raises(
+        UserError, match=r"data.source_field: line 2 of .*has no text '/../mine.en'"
+    ):
+        open_data(data, MODEL)
+
+
 def test_no_source_is_in_two_splits(write):
     """Many pairs are split by the hash of the source; a source may have two targets."""
     rows = [(f"s {i % 500}", f"t {i}") for i in range(1000)]
