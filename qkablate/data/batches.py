@@ -16,7 +16,8 @@ if TYPE_CHECKING:  # data is prepared and shown without importing torch
 
 IGNORE = -100  # a target that does not count
 # Fills sources of different lengths up to one shape. It is no token, so that it takes no place in
-# any vocabulary, and a source says where it ends without lengths or a mask beside it.
+# any vocabulary, and a source says where it ends without lengths or a mask beside it. Targets are
+# filled with a token, whose predictions do not count; PAD marks them for inspection alone.
 PAD = -1
 DOCUMENT = "document"  # the slice of the answers of each document of a text
 MAX_DOCUMENT_GROUPS = 1000
@@ -37,6 +38,13 @@ class Batch(NamedTuple):
     def tokens_NT(self) -> "Tensor":  # noqa: N802 - shape suffix
         """Tokens of the sequence whose positions the targets belong to."""
         return self.inputs[-1]
+
+    @property
+    def marked_inputs(self) -> "tuple[Tensor, ...]":
+        """The inputs with PAD in targets, too, as `Model.attention_inputs` reads them."""
+        if len(self.inputs) == 1:
+            return self.inputs
+        return *self.inputs[:-1], self.tokens_NT.masked_fill(self.targets_NA == IGNORE, PAD)
 
 
 def predict_windows(windows_NW: "Tensor") -> Batch:

@@ -24,6 +24,7 @@ from qkablate.attention.projection.project import (
     set_scores_,
 )
 from qkablate.config import ModelConfig, VariantConfig, resolve_variant, variants
+from qkablate.data.batches import PAD
 from qkablate.errors import UserError
 from qkablate.models.base import AttentionLayer, Model
 from qkablate.models.catalogue import make_attention
@@ -108,7 +109,8 @@ def measure_forms(
     model.eval()
     progress("forms", 0, total)
     for layer, streams in model.attention_inputs(*inputs):
-        moments = compute_moments(layer.module, streams, causal=layer.causal)
+        masks = model.padding_masks(layer, *inputs)
+        moments = compute_moments(layer.module, streams, *masks, causal=layer.causal)
         measure = LayerMeasure(layer.module, moments)
         progress("forms", next(steps), total)
         for name, sites in targets.items():
@@ -176,7 +178,8 @@ def _compare_logits(
     if not names:
         return {}
     dtype = torch.float64 if precision == "fp64" else torch.float32
-    tokens = tuple(tokens_BT[:1, :_RESIDUAL_TOKENS] for tokens_BT in inputs)
+    firsts = (tokens_BT[0] for tokens_BT in inputs)
+    tokens = tuple(row_T[row_T != PAD][None, :_RESIDUAL_TOKENS] for row_T in firsts)
     copied = copy.deepcopy(model).to(dtype).eval()
     expected_BTV, residuals = copied(*tokens), {}
     layers = copied.attention_layers()

@@ -33,8 +33,8 @@ class DiagnosticPanel:
     ) -> None:
         """Prepare the measurements on these inputs of the model: tokens_BT, or a source before it.
 
-        `starts` are the attention layers at initialization, where known; the streams are computed
-        under `autocast`, that of training.
+        Positions of PAD are not measured. `starts` are the attention layers at initialization,
+        where known; the streams are computed under `autocast`, that of training.
         """
         self.model, self.inputs, self.autocast = model, inputs, autocast
         self.device = inputs[-1].device
@@ -114,13 +114,14 @@ class DiagnosticPanel:
     def _attention(self) -> dict[str, list[Any]]:
         row: dict[str, list[Any]] = {name: [] for name in ATTENTION_MEASURES}
         layers: list[dict[str, Tensor | None]] = []
-        source_mask_BS = self.model.source_mask(self.inputs[0])
         for layer, streams in self._run(*self.inputs):
-            s_BHTS = patterns.attention_scores(layer, streams, source_mask_BS)
-            mask_BT = source_mask_BS if layer.site == "encoder" else None
+            mask_BT, key_mask_BS = self.model.padding_masks(layer, *self.inputs)
+            s_BHTS = patterns.attention_scores(layer, streams, key_mask_BS)
             values = patterns.compute_patterns(s_BHTS, is_self=layer.is_self, query_mask_BT=mask_BT)
             if layer.is_self:
-                values |= patterns.compute_rounding(layer.module, streams[0], self.autocast)
+                values |= patterns.compute_rounding(
+                    layer.module, streams[0], self.autocast, mask_BT
+                )
             layers.append(values)
         if self.repeats_BT is not None:
             for values, (layer, streams) in zip(layers, self._run(self.repeats_BT), strict=True):

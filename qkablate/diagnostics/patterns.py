@@ -62,18 +62,23 @@ def compute_patterns(
     if is_self:
         found["self"] = mean(a_BHTS.diagonal(dim1=-2, dim2=-1))
         found["previous"] = mean(pad(a_BHTS.diagonal(-1, -2, -1), (1, 0)))  # 0 for the first query
-        found["sink"] = sink(a_BHTS, num_visible_BHT)
+        found["sink"] = sink(a_BHTS, num_visible_BHT, query_mask_BT)
     return found
 
 
-def sink(a_BHTS: Tensor, num_visible_BHT: Tensor) -> Tensor:
+def sink(a_BHTS: Tensor, num_visible_BHT: Tensor, query_mask_BT: Tensor | None = None) -> Tensor:
     """Return the attention to the strongest sink, beyond uniform attention; mean over sequences.
 
     The sink is the position of the first half that gets the most weight from the queries of the
     second half, on average. 0 is uniform attention, near 1 all weight is on one position, and below
     0 the first half gets less than its share. Queries that see nothing are not counted, nor
-    sequences without another one.
+    sequences without another one. The halves are those of a sequence without its padding, which is
+    at the end.
     """
+    if query_mask_BT is not None:
+        rows = zip(a_BHTS, num_visible_BHT, query_mask_BT.sum(1).tolist(), strict=True)
+        sinks = [sink(a_HTS[None, :, :n, :n], num_HT[None, :, :n]) for a_HTS, num_HT, n in rows]
+        return torch.stack(sinks).nanmean(0)
     half = a_BHTS.shape[-1] // 2
     if not half:
         return a_BHTS.new_full(a_BHTS.shape[1:2], torch.nan)
@@ -106,19 +111,27 @@ def compute_repeat_patterns(s_BHTS: Tensor) -> dict[str, Tensor]:
 
 
 def compute_rounding(
-    layer: Attention, x_BTD: Tensor, autocast: Callable[[], AbstractContextManager[Any]]
+    layer: Attention,
+    x_BTD: Tensor,
+    autocast: Callable[[], AbstractContextManager[Any]],
+    mask_BT: Tensor | None = None,
 ) -> dict[str, Tensor | None]:
     """Return the relative difference of two orders of multiplication by head, and that in fp64.
 
     The orders are X (W_q W_kᵀ) Xᵀ and (X W_q)(X W_k)ᵀ, equal in exact arithmetic. What they differ
     by in the precision of training is what a merged matrix can change by rounding alone.
 
-    None for circuits without two factors, and where a norm or a rotation lies between them.
+    None for circuits without two factors, and where a norm or a rotation lies between them. Where
+    the mask is false, x is padding, which is at the end of a sequence.
     """
     factors = layer.qk.low_rank_factors() if not layer.qk.no_circuit_reason else None
     if factors is None or layer.norm is not None or layer.position == "rope":
         return dict.fromkeys(ROUNDING_MEASURES)
-    x_BTD = x_BTD[: max(1, ROUNDING_TOKENS // x_BTD.shape[1]), :ROUNDING_TOKENS]
+    rows = ROUNDING_TOKENS // x_BTD.shape[1]
+    if mask_BT is not None:
+        rows = int((mask_BT.sum(1).cumsum(0) <= ROUNDING_TOKENS).sum())
+        x_BTD = x_BTD.masked_fill(~mask_BT[..., None], 0)  # whose scores are 0 in both orders
+    x_BTD = x_BTD[: max(1, rows), :ROUNDING_TOKENS]
     with autocast():
         rounded_H = _difference(x_BTD, *factors)
     device = "cpu" if x_BTD.device.type == "mps" else x_BTD.device  # which has no fp64
@@ -145,12 +158,9 @@ def attention_weights(model: Model, *inputs_T: Tensor) -> list[Tensor]:
 
 
 def attention_scores(
-    layer: AttentionLayer, inputs: tuple[Tensor, ...], source_mask_BS: Tensor | None = None
+    layer: AttentionLayer, inputs: tuple[Tensor, ...], key_mask_BS: Tensor | None = None
 ) -> Tensor:
-    """Return S_BHTS in the precision of the weights, whatever that of the inputs.
-
-    The mask is that of a padded source, which only some layers read.
-    """
-    dtype, mask_BS = layer.module.qk.like.dtype, None if layer.causal else source_mask_BS
+    """Return S_BHTS in the precision of the weights, whatever that of the inputs."""
+    dtype = layer.module.qk.like.dtype
     x_BTD, y_BSD = inputs[0].to(dtype), inputs[1].to(dtype) if len(inputs) == 2 else None
-    return layer.module.scores(x_BTD, y_BSD, mask_BS, causal=layer.causal)
+    return layer.module.scores(x_BTD, y_BSD, key_mask_BS, causal=layer.causal)

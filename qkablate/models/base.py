@@ -71,7 +71,10 @@ class Model(nn.Module, ABC):
     def attention_inputs(
         self, *inputs: Tensor
     ) -> Iterator[tuple[AttentionLayer, tuple[Tensor, ...]]]:
-        """Yield each attention layer and the streams it reads, for inspection."""
+        """Yield each attention layer and the streams it reads, for inspection.
+
+        The padding of targets may be PAD.
+        """
 
     @abstractmethod
     def hidden(self, *args: Any, **kwargs: Any) -> Tensor:
@@ -103,6 +106,16 @@ class Model(nn.Module, ABC):
         These are the keys of the layers of an encoder and of cross-attention.
         """
         return source_BS != PAD if self.padding else None
+
+    def padding_masks(
+        self, layer: AttentionLayer, *inputs: Tensor
+    ) -> tuple[Tensor | None, Tensor | None]:
+        """Return where the queries and the keys of a layer are no padding; None: everywhere."""
+        if not self.padding:
+            return None, None
+        queries = inputs[0] if layer.site == "encoder" else inputs[-1]
+        keys = inputs[-1] if layer.site == "decoder" else inputs[0]
+        return queries != PAD, keys != PAD
 
     def variant_layers(self) -> dict[str, AttentionLayer]:
         """Return the first attention layer of each site that carries the variant."""

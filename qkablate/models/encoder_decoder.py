@@ -125,7 +125,8 @@ class EncoderDecoder(GPT):
         for block in _blocks(self.encoder):
             yield next(layers), (block.norm_1(x_BSD),)
             x_BSD = block(x_BSD, key_mask_BS=mask_BS)
-        y_BSD, x_BTD = self.encoder_norm(x_BSD), self._embed(tokens_BT)
+        y_BSD = self.encoder_norm(x_BSD)
+        x_BTD = self._embed(tokens_BT, key_mask_BS=self.source_mask(tokens_BT))
         blocks = _blocks(self.blocks)
         for block in blocks:
             assert block.norm_cross is not None

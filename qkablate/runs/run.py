@@ -48,6 +48,7 @@ from qkablate.runs.records import read_result
 NUMERICS = 6  # raised whenever losses may move by a bit: old and new never share a run
 CUDA_NUMERICS = 2  # the same for GPUs alone; runs of a CPU do not have it in their identity
 PROJECTION = 2  # the same for the initial weights of runs that begin from a trained one
+ENCODER_PROJECTION = 3  # the same where there is an encoder, whose source may be padded
 _PACKAGES = ("qkablate", "torch", "numpy", "hydra-core", "omegaconf", "safetensors", "wandb")
 # Files of an attempt. The result is moved first: from then on the run counts as unfinished.
 _ATTEMPT_FILES = (
@@ -125,7 +126,8 @@ def identity(
     if config.init_from.run is None:
         del frozen["init_from"]
     else:
-        frozen["init_from"]["projection"] = PROJECTION
+        is_decoder = config.model.form == "decoder"
+        frozen["init_from"]["projection"] = PROJECTION if is_decoder else ENCODER_PROJECTION
     frozen |= {"circuits_from_outside": dict(circuits_from_outside)}
     frozen |= {"device": device, "kernel": kernel, "numerics": NUMERICS}
     if device != "cpu":

@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from qkablate.config import variants
+from qkablate.data.batches import PAD
 from qkablate.diagnostics.forms import EXACT, measure_forms
 from qkablate.pretrained.import_run import import_run
 from qkablate.pretrained.repository import find_repository
@@ -74,6 +75,28 @@ def test_model_without_matrices_of_scores_is_held_by_its_own_scores_alone():
     errors = {form.variant: form.scores for form in found.forms}
     assert errors.pop("uniform") == pytest.approx(1)  # it has no scores to set
     assert set(errors.values()) == {0}
+
+
+@pytest.mark.parametrize("form", ["encoder", "encoder_decoder"])
+def test_padding_changes_no_form(form):
+    run = random_run(Path("unused"), "standard", layers=1, form=form)
+    run.model.padding = True
+    sequences = TOKENS[:3, :5], TOKENS[3:6, :7]
+    inputs = sequences[: len(run.model.input_lengths())]
+    padded = tuple(torch.nn.functional.pad(tokens, (0, 6), value=PAD) for tokens in inputs)
+    config = run.config
+    expected, found = (
+        measure_forms(run.model, config.model, config.variant, tokens)
+        for tokens in (inputs, padded)
+    )
+    parts = {form.variant: form for form in found.forms}
+    assert len(parts) == len(expected.forms)
+    for form in expected.forms:
+        for one, other in zip(form.layers, parts[form.variant].layers, strict=True):
+            assert other.scores == pytest.approx(one.scores, rel=1e-3, abs=1e-6)
+            assert other.output == pytest.approx(one.output, rel=1e-3, abs=1e-6)
+        assert parts[form.variant].is_exact == form.is_exact
+        assert not form.is_exact or parts[form.variant].logits < 1e-8
 
 
 def test_precision_of_the_logits_is_that_asked_for():

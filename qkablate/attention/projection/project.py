@@ -9,9 +9,8 @@ Shape suffixes: T positions, H heads, P positions of heads, D d_model, L = D + 1
 """
 
 import copy
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -64,68 +63,71 @@ def distance(first: QK, second: QK) -> Tensor:
     return norm
 
 
-@torch.no_grad()
-def collect_moments(
-    layers: Sequence[Attention], read: Callable[[], object], *, averages: bool = True
-) -> list[Moments]:
-    """Return the moments of what these layers read while `read` runs the model.
+class MomentSums:
+    """Sums of the products whose means are the moments of a layer, over any number of batches.
 
-    Those of the heads' averages, by far the most expensive, can be left out.
+    The averages of the heads, by far the most expensive, can be left out.
     """
-    sums: dict[Attention, list[Tensor]] = {}
 
-    def add(layer: Attention, inputs: tuple[Tensor, ...], options: dict[str, Any]) -> None:
-        causal = options.get("causal", True)
-        sums[layer] = _add_moments(sums.get(layer), layer, inputs, causal, averages)
+    def __init__(self, layer: Attention, *, causal: bool, averages: bool = True) -> None:
+        self.layer, self.causal, self.averages = layer, causal, averages
+        self._sums: list[Tensor] = []
 
-    hooks = [layer.register_forward_pre_hook(add, with_kwargs=True) for layer in layers]
-    try:
-        read()
-    finally:
-        for hook in hooks:
-            hook.remove()
-    return [_mean_moments(sums[layer]) for layer in layers]
+    @torch.no_grad()
+    def add(self, streams: tuple[Tensor, ...], *masks: Tensor | None) -> None:
+        """Add the streams of a batch.
+
+        The masks, of queries and of keys, are false where these are padding; None: nowhere.
+        """
+        masks = masks or (None, None)
+        # One sequence at a time: the softmax of each head is T × S.
+        for row in range(len(streams[0])):
+            x_1TD, *source = (stream[row : row + 1] for stream in streams)
+            (y_1SD,) = source or [x_1TD]
+            is_query_1T, is_key_1S = (
+                mask if mask is None else mask[row : row + 1] for mask in masks
+            )
+            new = _sum_products(x_1TD, is_query_1T)
+            new += _sum_products(y_1SD, is_key_1S) if source else new
+            if self.averages:
+                read_1SD = source[0] if source else None
+                a_1HTS = self.layer.weights(x_1TD, read_1SD, is_key_1S, causal=self.causal)
+                z_HTD = (a_1HTS @ y_1SD.unsqueeze(1))[0].double()
+                z_HTD = z_HTD if is_query_1T is None else z_HTD[:, is_query_1T[0]]
+                new.append(z_HTD.mT @ z_HTD)
+            old = self._sums or [torch.zeros_like(value) for value in new]
+            self._sums = [a + b for a, b in zip(old, new, strict=True)]
+
+    @property
+    def tokens_per_dimension(self) -> float:
+        """The positions read per dimension of their stream, the fewer of queries and keys."""
+        if not self._sums:
+            return 0.0
+        _, queries, _, keys, *_ = self._sums
+        spec = self.layer.qk.spec
+        return min(float(queries) / spec.d_model, float(keys) / spec.d_keys)
+
+    def mean(self) -> Moments:
+        """Return the moments."""
+        x_LL, queries, y_LL, keys, *averages = self._sums
+        z_HDD = regularize(averages[0] / queries) if averages else None
+        return Moments(regularize(x_LL / queries), z_HDD, regularize(y_LL / keys))
 
 
-@torch.no_grad()
-def compute_moments(layer: Attention, streams: tuple[Tensor, ...], *, causal: bool) -> Moments:
-    """Return the moments of one layer, given the streams that it reads."""
-    return _mean_moments(_add_moments(None, layer, streams, causal, averages=True))
-
-
-def _add_moments(
-    sums: list[Tensor] | None,
-    layer: Attention,
-    streams: tuple[Tensor, ...],
-    causal: bool,
-    averages: bool,
-) -> list[Tensor]:
-    """Return the sums of the products and their numbers, with those of more sequences."""
-    # One sequence at a time: the softmax of each head is T × S.
-    for x_1TD, *source in zip(*(stream.split(1) for stream in streams), strict=True):
-        (y_1SD,) = source or [x_1TD]
-        new = _sum_products(x_1TD)
-        new += _sum_products(y_1SD) if source else new
-        if averages:
-            z_HTD = layer.weights(x_1TD, *source, causal=causal) @ y_1SD.unsqueeze(1)
-            z_HTD = z_HTD[0].double()
-            new.append(z_HTD.mT @ z_HTD)
-        old = sums or [torch.zeros_like(value) for value in new]
-        sums = [a + b for a, b in zip(old, new, strict=True)]
-    assert sums is not None
-    return sums
-
-
-def _sum_products(x_1TD: Tensor) -> list[Tensor]:
+def _sum_products(x_1TD: Tensor, mask_1T: Tensor | None) -> list[Tensor]:
     """Return the sum of the outer products of the positions of a stream, and their number."""
-    x_TL = pad(x_1TD[0].double(), (0, 1), value=1.0)
+    x_TD = x_1TD[0] if mask_1T is None else x_1TD[mask_1T]
+    x_TL = pad(x_TD.double(), (0, 1), value=1.0)
     return [x_TL.mT @ x_TL, torch.tensor(len(x_TL))]
 
 
-def _mean_moments(sums: list[Tensor]) -> Moments:
-    x_LL, queries, y_LL, keys, *averages = sums
-    z_HDD = regularize(averages[0] / queries) if averages else None
-    return Moments(regularize(x_LL / queries), z_HDD, regularize(y_LL / keys))
+def compute_moments(
+    layer: Attention, streams: tuple[Tensor, ...], *masks: Tensor | None, causal: bool
+) -> Moments:
+    """Return the moments of one layer, given its streams and the masks of their padding."""
+    sums = MomentSums(layer, causal=causal)
+    sums.add(streams, *masks)
+    return sums.mean()
 
 
 @torch.no_grad()

@@ -75,12 +75,15 @@ def compute_attention_map(
 
 
 def validation_inputs(data: Data, context: int, tokens: int = TOKENS) -> tuple[Tensor, ...]:
-    """Return the first inputs of the validation split: tokens_NT, or a source before them."""
+    """Return the first inputs of the validation split: tokens_NT, or a source before them.
+
+    The padding of both is PAD.
+    """
     # Complete windows only: an evaluation batch would be padded.
     count = max(2, tokens // min(context, LENGTH))
     count = max(1, min(count, (data.tokens["val"] - 1) // context))
     batch = next(iter(data.split_batches("val", batch_size=count, context=context)))
-    return tuple(tokens_NT[:, :LENGTH] for tokens_NT in batch.inputs)
+    return tuple(tokens_NT[:, :LENGTH] for tokens_NT in batch.marked_inputs)
 
 
 def initial_layers(model: Model, config: Config, folder: Path) -> Iterator[Attention]:

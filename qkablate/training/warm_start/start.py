@@ -10,9 +10,10 @@ import itertools
 import torch
 
 from qkablate.attention import Attention
+from qkablate.attention.projection.moments import Moments
 from qkablate.attention.projection.project import (
+    MomentSums,
     ProjectionLoss,
-    collect_moments,
     find_obstacle,
     is_same_form,
     needs_averages,
@@ -36,7 +37,7 @@ from qkablate.training import checkpoint, hardware
 from qkablate.training.feed import batch_reader
 from qkablate.training.warm_start.restore import RestoredRun, check_shapes, restore
 
-TOKENS = 64  # read per dimension of the stream, many more than its second moment has directions
+TOKENS = 64  # read per dimension of each stream, many more than its second moment has directions
 _MAY_DIFFER = ("model.dropout",)  # has no weights
 
 
@@ -105,7 +106,7 @@ def check_parent(parent: RestoredRun, config: Config, model: Model, data_fingerp
     )
     for site, source in sources.items():
         if reason := find_obstacle(source, targets[site]):
-            possible = ", ".join(word for word in variants() if _can_hold(source, config, word))
+            possible = ", ".join(word for word in variants() if _can_hold(sources, config, word))
             choice = f"possible: {possible}" if possible else "only its own variant is possible"
             raise CannotProject(
                 f"init_from.run: '{name}' cannot be projected to {config.variant.name}: {reason}"
@@ -114,17 +115,17 @@ def check_parent(parent: RestoredRun, config: Config, model: Model, data_fingerp
             )
 
 
-def _can_hold(source: Attention, config: Config, name: str) -> bool:
-    """Return whether a layer can be projected to a variant of the catalogue."""
+def _can_hold(sources: dict[str, Attention], config: Config, name: str) -> bool:
+    """Return whether the layers of all sites can be projected to a variant of the catalogue."""
     asked = config.variant
-    kept = {"init": asked.init, "rope_dims": asked.rope_dims}
-    variant = VariantConfig(**{**variants()[name], **kept})
+    kept = {"init": asked.init, "rope_dims": asked.rope_dims, "sites": asked.sites}
     try:
+        variant = resolve_variant(VariantConfig(**{**variants()[name], **kept}), config.model)
         with torch.device("meta"):
-            target = make_attention(config.model, resolve_variant(variant, config.model))
+            targets = [make_attention(config.model, variant, site) for site in sources]
     except UserError:
         return False
-    return not find_obstacle(source, target)
+    return not any(map(find_obstacle, sources.values(), targets))
 
 
 def project_parent(parent: Model, model: Model, config: Config, data: Data) -> list[ProjectionLoss]:
@@ -148,21 +149,27 @@ def project_parent(parent: Model, model: Model, config: Config, data: Data) -> l
         if all(is_same_form(*pair) for pair in pairs):
             return [project_layer(*pair, None) for pair in pairs]
         averages = any(needs_averages(*pair) for pair in pairs)
-        moments = collect_moments(
-            sources, lambda: _read_batches(parent, config, data), averages=averages
-        )
+        moments = _collect_moments(parent, config, data, averages)
         return [project_layer(*pair, m) for pair, m in zip(pairs, moments, strict=True)]
 
 
-def _read_batches(model: Model, config: Config, data: Data) -> None:
-    """Pass the first batches of the run through the model."""
-    batches, required, read = batch_reader(config, data), TOKENS * config.model.d_model, 0
+@torch.no_grad()
+def _collect_moments(model: Model, config: Config, data: Data, averages: bool) -> list[Moments]:
+    """Return the moments of what each layer reads in the first batches of the run."""
+    sums = [
+        MomentSums(layer.module, causal=layer.causal, averages=averages)
+        for layer in model.attention_layers()
+    ]
+    batches = batch_reader(config, data)
     for step in itertools.count():
         for batch in batches(step):
-            model.hidden(*batch.inputs)
-            read += batch.tokens_NT.numel()
-        if read >= required:
-            return
+            inputs = batch.marked_inputs
+            read = zip(sums, model.attention_inputs(*inputs), strict=True)
+            for layer_sums, (layer, streams) in read:
+                layer_sums.add(streams, *model.padding_masks(layer, *inputs))
+        if min(layer_sums.tokens_per_dimension for layer_sums in sums) >= TOKENS:
+            break
+    return [layer_sums.mean() for layer_sums in sums]
 
 
 def load_or_project(run: Run, config: Config, data: Data, model: Model) -> checkpoint.Checkpoint:

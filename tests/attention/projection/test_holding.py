@@ -8,7 +8,7 @@ import torch
 from qkablate.attention.projection.holding import LayerMeasure
 from qkablate.attention.projection.moments import with_bias
 from qkablate.attention.projection.project import (
-    collect_moments,
+    compute_moments,
     find_obstacle,
     project_layer,
     scaled_circuit,
@@ -25,10 +25,9 @@ EXACT = ("merged_w", "merged_ov", "wide_qk", "four_matrix", "four_ov", "six_matr
 
 def layer_and_moments(name, **changes):
     run = random_run(Path("unused"), name, **SIZES | changes)
-    (layer,) = (layer.module for layer in run.model.attention_layers())
     tokens = torch.randint(61, (40, 16), generator=torch.Generator().manual_seed(0))
-    (moments,) = collect_moments([layer], lambda: run.model.hidden(tokens))
-    return run, layer, moments
+    ((layer, streams),) = run.model.attention_inputs(tokens)
+    return run, layer.module, compute_moments(layer.module, streams, causal=True)
 
 
 def targets_of(run, layer):
@@ -81,11 +80,13 @@ def test_form_of_the_layer_and_forms_that_hold_it_lose_nothing():
 def test_layers_of_streams_of_other_widths_are_measured(site):
     changes = {"form": "encoder_decoder", "encoder_d_model": 24, "source": 12, "layers": 1}
     run = random_run(Path("unused"), "standard", d_model=48, heads=6, **changes)
-    layers = run.model.attention_layers()
-    (layer,) = (layer.module for layer in layers if layer.site == site)
     draw = torch.Generator().manual_seed(0)
     inputs = [torch.randint(1, 61, (40, n), generator=draw) for n in run.model.input_lengths()]
-    (moments,) = collect_moments([layer], lambda: run.model.hidden(*inputs))
+    streams = {
+        layer.site: (layer.module, read) for layer, read in run.model.attention_inputs(*inputs)
+    }
+    layer, read = streams[site]
+    moments = compute_moments(layer, read, causal=False)
     measure = LayerMeasure(layer, moments)
     for name in ("low_rank_w", "merged_w", "no_k", "no_v", "gqa", "mqa"):
         variant = resolve_variant(VariantConfig(**variants()[name]), run.config.model)

@@ -11,8 +11,9 @@ from qkablate.attention import OV_CIRCUITS, QK_CIRCUITS, UnsupportedCombination
 from qkablate.attention.projection.holding import LayerMeasure
 from qkablate.attention.projection.moments import Moments
 from qkablate.attention.projection.project import (
+    MomentSums,
     assign_heads,
-    collect_moments,
+    compute_moments,
     find_obstacle,
     needs_averages,
     project_layer,
@@ -34,9 +35,7 @@ def anisotropic_stream():
 
 
 def moments_of(layer, x=None):
-    x = anisotropic_stream() if x is None else x
-    (moments,) = collect_moments([layer], lambda: layer(x))
-    return moments
+    return compute_moments(layer, (anisotropic_stream() if x is None else x,), causal=True)
 
 
 def isotropic_moments():
@@ -279,16 +278,22 @@ def test_output_biases_are_preserved():
         assert_close(target.ov.output_bias(target.qk), source.ov.output_bias(source.qk), **EXACT)
 
 
-def test_collecting_moments_changes_nothing():
+def test_moments_are_means_over_the_positions():
     layer, x = random_layer("separate"), anisotropic_stream()
     moments = moments_of(layer, x)
     x_ND = x.flatten(0, 1)
     assert_close(moments.x_LL[:-1, :-1], x_ND.mT @ x_ND / len(x_ND), rtol=1e-4, atol=1e-4)
     z_HND = (layer.weights(x) @ x.unsqueeze(1)).transpose(0, 1).flatten(1, 2)
     assert_close(moments.z_HDD, z_HND.mT @ z_HND / len(x_ND), rtol=1e-4, atol=1e-4)
-    assert not layer._forward_pre_hooks
-    (halves,) = collect_moments([layer], lambda: [layer(part) for part in x.split(7)])
-    assert_close(halves.x_LL, moments.x_LL)
+
+
+def test_moments_of_several_batches_are_those_of_all():
+    layer, x = random_layer("separate"), anisotropic_stream()
+    moments, parts = moments_of(layer, x), MomentSums(layer, causal=True)
+    for part in x.split(7):
+        parts.add((part,))
+    for name, value in vars(parts.mean()).items():
+        assert_close(value, getattr(moments, name), rtol=1e-12, atol=1e-12)
 
 
 @pytest.mark.parametrize("qk", sorted(QK_CIRCUITS))
@@ -303,7 +308,9 @@ def test_moments_without_averages_suffice_where_they_are_not_needed(qk, ov):
     if find_obstacle(source, target):
         pytest.skip("cannot be projected")
     x = anisotropic_stream()
-    (without,) = collect_moments([source], lambda: source(x), averages=False)
+    sums = MomentSums(source, causal=True, averages=False)
+    sums.add((x,))
+    without = sums.mean()
     if needs_averages(source, target):
         with pytest.raises(AssertionError):
             project_layer(source, target, without)
@@ -317,7 +324,7 @@ def test_moments_without_averages_suffice_where_they_are_not_needed(qk, ov):
 def test_moments_of_cross_attention_are_those_of_two_streams():
     layer = random_layer("separate")
     x, y = stream(7, batch=5), anisotropic_stream()[:5]
-    (moments,) = collect_moments([layer], lambda: layer(x, y, causal=False))
+    moments = compute_moments(layer, (x, y), causal=False)
     for found, flat in ((moments.x_LL, x.flatten(0, 1)), (moments.y_LL, y.flatten(0, 1))):
         assert_close(found[:-1, :-1], flat.mT @ flat / len(flat), rtol=1e-5, atol=1e-5)
     averages = (layer.weights(x, y, causal=False) @ y.unsqueeze(1)).transpose(0, 1).flatten(1, 2)
@@ -330,8 +337,8 @@ def test_moments_of_cross_attention_are_those_of_two_streams():
 def test_projection_of_cross_attention_loses_least_on_its_own_two_streams():
     source = random_layer("separate")
     x, y = stream(7, batch=40), anisotropic_stream()
-    (own,) = collect_moments([source], lambda: source(x, y, causal=False))
-    (other,) = collect_moments([source], lambda: source(y, x, causal=False))
+    own = compute_moments(source, (x, y), causal=False)
+    other = compute_moments(source, (y, x), causal=False)
     losses = []
     for moments in (own, other):
         target = random_layer("no_k")
@@ -345,6 +352,6 @@ def test_projection_of_cross_attention_loses_least_on_its_own_two_streams():
 
 def test_moments_of_an_encoder_see_all_positions():
     layer, x = random_layer("separate"), stream(7, batch=5)
-    (moments,) = collect_moments([layer], lambda: layer(x, causal=False))
+    moments = compute_moments(layer, (x,), causal=False)
     averages = (layer.weights(x, causal=False) @ x.unsqueeze(1)).transpose(0, 1).flatten(1, 2)
     assert_close(moments.z_HDD, averages.mT @ averages / averages.shape[1], rtol=1e-5, atol=1e-5)

@@ -7,7 +7,7 @@ from torch.testing import assert_close
 from qkablate.attention.projection.holding import LayerMeasure
 from qkablate.attention.projection.moments import Moments, with_bias
 from qkablate.attention.projection.project import (
-    collect_moments,
+    compute_moments,
     find_obstacle,
     project_layer,
     scaled_circuit,
@@ -237,7 +237,7 @@ def test_errors_of_cross_attention_are_those_of_its_streams(qk, ov, more, d_sour
     wide = {"d_source": d_source, "source": 8, "heads": 3, "causal": False}
     source, target = random_layer("separate", **wide), random_layer(qk, ov, **wide, **more)
     x, (y, _) = stream(7, batch=20), torch.randn(2, 20, 9, d_source, dtype=torch.float64)
-    (moments,) = collect_moments([source], lambda: source(x, y, causal=False))
+    moments = compute_moments(source, (x, y), causal=False)
     loss = project_layer(source, target, moments)
     z_HND = (source.weights(x, y, causal=False) @ y.unsqueeze(1)).transpose(0, 1).flatten(1, 2)
     ends = [z_HND @ layer.ov.circuit(layer.qk) for layer in (source, target)]

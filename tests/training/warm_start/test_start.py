@@ -9,9 +9,9 @@ import pytest
 import safetensors.torch
 import torch
 
-from qkablate.config import Config, InitFromConfig, resolve
+from qkablate.config import Config, InitFromConfig, ModelConfig, resolve
 from qkablate.runs.records import read_config
-from qkablate.runs.run import PROJECTION, identity, label, run_id
+from qkablate.runs.run import ENCODER_PROJECTION, PROJECTION, identity, label, run_id
 from qkablate.training.warm_start.restore import restore
 from tests.training.helpers import (
     assert_identical,
@@ -42,9 +42,10 @@ def weights(folder):
     return safetensors.torch.load_file(folder / "weights.safetensors")
 
 
-def make_identity(**init_from):
+def make_identity(base=None, **init_from):
     facts = {"data_fingerprint": "f", "vocabulary": 256, "device": "cpu", "kernel": "flash"}
-    config = resolve(dataclasses.replace(Config(), init_from=InitFromConfig(**init_from)))
+    config = dataclasses.replace(base or Config(), init_from=InitFromConfig(**init_from))
+    config = resolve(config)
     return identity(config, **facts, circuits_from_outside={})
 
 
@@ -58,6 +59,10 @@ def test_identity_holds_parent_but_not_its_path():
     first, second = (make_identity(run=run, **fields) for run in ("here", "/elsewhere"))
     assert first == second
     assert first["init_from"] == fields | {"projection": PROJECTION}
+    encoder = Config(model=ModelConfig(form="encoder"))
+    assert make_identity(encoder, run="here", **fields)["init_from"] == fields | {
+        "projection": ENCODER_PROJECTION
+    }
     changed = [{"id": "c" * 12}, {"weights": "d" * 64}, {"step": 13}]
     ids = {run_id(make_identity(run="here", **(fields | change))) for change in ({}, *changed)}
     assert len(ids) == 4
