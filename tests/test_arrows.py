@@ -59,6 +59,7 @@ TESTS_OF_SEVERAL_MODULES = [
     "analysis/test_simulation.py",
     *("attention/projection/test_convert.py", "attention/test_initialization.py"),
     *("attention/kernels/test_padding.py", "attention/test_padding.py", "models/test_padding.py"),
+    "attention/kernels/test_gpu.py",
     *("attention/test_unequal_widths.py", "models/test_unequal_widths.py"),
     *("cli/test_cli.py", "cli/test_measure_gpu.py", "data/test_tiktoken.py"),
     *("report/charts/test_charts.py", "report/test_browser.py", "report/text/test_references.py"),

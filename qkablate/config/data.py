@@ -24,6 +24,7 @@ SPLITS = ("train", *HELD_OUT_SPLITS)
 VOCABULARY_SIZES = {"bpe": 8192, "words": 2048}  # where data.vocab_size is null
 COLUMNS = ("source_field", "target_field")  # of data=pairs, which has no default for them
 HUB_KEYS = ("files", "subset", "revision", "split")  # beside data.name, and not data.path
+_OPTIONAL = ("extra_phrases",)  # keys of tasks that older runs do not have
 _PLACE = Role.CONTENT | Role.ARM | Role.FINETUNE
 
 
@@ -113,6 +114,12 @@ class DataConfig:
         bounds=(0, 12),
         used_by=("commands",),
     )
+    extra_phrases: int | None = data_key(
+        None,
+        "phrases that commands of the test split have beyond; null: 0",
+        bounds=(0, 64),
+        used_by=("commands",),
+    )
     val_tokens: int = data_key(
         65536, "tokens of the validation split, at most", bounds=(2, BIG), used_by=_SOURCES
     )
@@ -165,7 +172,7 @@ def check_data(data: DataConfig) -> None:
         _check_pairs(data)
     if source not in PREPARED_SOURCES:
         for name in used:
-            if getattr(data, name) is None:
+            if getattr(data, name) is None and name not in _OPTIONAL:
                 raise UserError(f"data.{name}: data={source} needs a number")
         return
     for name in ("tokenizer", "cache"):

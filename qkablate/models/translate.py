@@ -45,7 +45,7 @@ def translate(
             source_NS = pad_sequence(tensors, batch_first=True, padding_value=PAD)
             step, longest = _make_step(model, source_NS, tokens, beam), model.config.context
             outputs = beam_search(step, len(together), tokens, longest=longest, beam=beam)
-            targets |= dict(zip(together, outputs, strict=True))
+            targets |= {i: target for i, (_, target) in zip(together, outputs, strict=True)}
     return [targets[i] for i in range(len(sources))]
 
 
@@ -72,8 +72,8 @@ def _make_step(model: EncoderDecoder, source_NS: Tensor, tokens: TargetTokens, b
 
 def beam_search(
     step: Step, count: int, tokens: TargetTokens, *, longest: int, beam: int
-) -> list[list[int]]:
-    """Return the best target of each of `count` sources, by log-probability per token.
+) -> list[tuple[float, list[int]]]:
+    """Return the best target of each of `count` sources, after its log-probability per token.
 
     Of the best `beam` continuations, those that end are complete. The search for a target ends when
     it has `beam` complete hypotheses, or at the longest. One hypothesis is greedy decoding.
@@ -114,4 +114,4 @@ def beam_search(
                 (total / longest, written_RT[row].tolist())
                 for row, total in zip(rows, totals, strict=True)
             ]
-    return [max(complete, key=lambda scored: scored[0])[1] for complete in done]
+    return [max(complete, key=lambda scored: scored[0]) for complete in done]

@@ -1,5 +1,7 @@
 """Padding of the keys: a layer computes what it would without, whatever the padding holds."""
 
+import functools
+
 import pytest
 import torch
 
@@ -13,10 +15,10 @@ MASK_BS = torch.arange(6) < LENGTHS[:, None]
 TOLERANCES = {torch.float64: 1e-10, torch.float32: 1e-4}
 
 
-def check(layer, dtype=torch.float64, *, is_self):
-    """Compare outputs, and gradients of streams and parameters, with those of the cut streams.
+def padded_and_cut(layer, reference, dtype, *, is_self):
+    """Return outputs, and gradients of streams and parameters, for padded and for cut streams.
 
-    The padding holds NaN and inf.
+    The padding holds NaN and inf. The reference computes each of the cut streams.
     """
     y_BSD = stream(6, batch=3, dtype=dtype)
     garbage_BSD = torch.full_like(y_BSD, torch.nan)
@@ -29,15 +31,22 @@ def check(layer, dtype=torch.float64, *, is_self):
     for n, length in enumerate(LENGTHS.tolist()):
         y_1SD = y_BSD[n : n + 1, :length]
         x_1TD = y_1SD if is_self else x_BTD[n : n + 1]
-        cut.append(naive.attention(layer, x_1TD, None if is_self else y_1SD, causal=False)[0])
+        cut.append(reference(x_1TD, None if is_self else y_1SD, causal=False)[0])
     inputs, results = [x_BTD, y_BSD, *layer.parameters()], []
     for out_ND in (out_BTD[counts_BT], torch.cat(cut)):
         upstream = torch.linspace(-1, 1, out_ND.numel(), dtype=dtype).view_as(out_ND)
         gradients = torch.autograd.grad(out_ND, inputs, upstream, materialize_grads=True)
         results.append([out_ND, *gradients])
+    assert not results[0][2][~MASK_BS].any()
+    return results
+
+
+def check(layer, dtype=torch.float64, *, is_self):
+    """Compare outputs and gradients with those of the definition."""
+    reference = functools.partial(naive.attention, layer)
+    results = padded_and_cut(layer, reference, dtype, is_self=is_self)
     tolerance = TOLERANCES[dtype]
     torch.testing.assert_close(*results, rtol=tolerance, atol=tolerance)
-    assert not results[0][2][~MASK_BS].any()
 
 
 @pytest.mark.parametrize("pair", PAIRS, ids=BY_NAME)
@@ -65,21 +74,13 @@ def test_padding_changes_nothing_in_any_kernel(pair, kernel):
 
 
 @pytest.mark.parametrize("pair", PAIRS, ids=BY_NAME)
-def test_padding_changes_nothing_in_bf16(pair):
-    """The cut streams in bf16, too, since a reference would round elsewhere."""
+@pytest.mark.parametrize("is_self", [True, False], ids=["self", "cross"])
+def test_padding_changes_nothing_in_bf16(pair, is_self):
+    """The layer computes the cut streams, too, since a reference would round elsewhere."""
     layer = random_layer(*pair, dtype=torch.bfloat16)
-    y_BSD = stream(6, batch=3, dtype=torch.bfloat16)
-    padded_BSD = y_BSD.masked_fill(~MASK_BS[..., None], torch.nan)
-    out_BSD = layer(padded_BSD, causal=False, key_mask_BS=MASK_BS)
-    cut = [
-        layer(y_SD[None, :length], causal=False)[0]
-        for y_SD, length in zip(y_BSD, LENGTHS.tolist(), strict=True)
-    ]
-    results, parameters = [], [*layer.parameters()]
-    for out_ND in (out_BSD[MASK_BS], torch.cat(cut)):
-        gradients = torch.autograd.grad(out_ND.sum(), parameters, materialize_grads=True)
-        results.append([out_ND, *gradients])
-    for ours, theirs in zip(*results, strict=True):
+    for ours, theirs in zip(
+        *padded_and_cut(layer, layer, torch.bfloat16, is_self=is_self), strict=True
+    ):
         assert (ours - theirs).norm() <= 0.05 * theirs.norm() + 0.05
 
 

@@ -192,6 +192,16 @@ def test_show_leaves_padding_out(qkablate):
     assert len(pairs) == 3, done
 
 
+def test_show_has_longer_commands_in_the_test_split_alone(qkablate):
+    words = ("data=commands", "model.context=87", "data.held_out=0", "data.extra_phrases=1")
+    for split, longest in (("train", 2), ("test", 3)):
+        done = qkablate("data", "show", *words, f"--split={split}", "--count", "32")
+        assert "phrases 2, held_out 0, extra_phrases 1, length 87" in done.out
+        commands = re.findall("^  ([a-z ]+) >", done.out, re.MULTILINE)
+        phrases = [len(re.split(" and | after ", command)) for command in commands]
+        assert (len(phrases), max(phrases)) == (32, longest)
+
+
 @pytest.mark.parametrize("task", TASKS)
 def test_info_and_prepare_of_a_task(qkablate, task):
     told = json.loads(qkablate("data", "info", f"data={task}", "--json").out)
@@ -212,6 +222,9 @@ def test_info_and_prepare_of_a_task(qkablate, task):
         ("show data=recall --count 0", "--count: '0' is not a whole number"),
         ("show data=recall --json", "'--json' is not a flag of data show"),
         ("show data=recall,dyck", "data show takes one data set"),
+        ("show data=commands data.extra_phrases=-1", "data.extra_phrases: -1 is not a number from"),
+        ("show data=commands data.extra_phrases=1", "use model.context=87 or more"),
+        ("show data=add data.extra_phrases=1", "data.extra_phrases: data=add has no such key"),
         ("show data=recall data.pairs=99", "data.pairs: 99 pairs and as many queries do not fit"),
         ("list data=recall", "data list takes no 'data=recall'"),
         ("prepare data=text data.path=nothing.txt", "data.path: there is no file, folder or"),

@@ -24,7 +24,7 @@ KEYS = {
     "directed": {"vocab_size": 12, "cycle": 3},
     "dyck": {"kinds": 3, "depth": 4},
     "add": {"digits": 4, "extra_digits": 2},
-    "commands": {"phrases": 1, "held_out": 4},
+    "commands": {"phrases": 1, "held_out": 4, "extra_phrases": 0},
 }
 LENGTH = 32
 # Tasks that have pairs, and the order in which they repeat the source.
@@ -472,6 +472,7 @@ def test_symmetric_score_can_reach_the_bound():
         ("dyck", 1, {}, "model.context: 1 is too short"),
         ("add", 20, {}, "model.context: 20 is too short for data=add, whose longest pair has 13"),
         ("commands", 28, {}, "4 tokens of source and 25 of target; use model.context=29 or more"),
+        ("commands", 32, {"extra_phrases": 1}, "9 tokens of source and 49 of target; use"),
     ],
 )
 def test_impossible_settings_are_rejected(name, length, keys, line):
@@ -493,6 +494,7 @@ def test_impossible_settings_are_rejected(name, length, keys, line):
         ("dyck", 7, {"depth": 3}),
         ("add", 6, {"digits": 1, "extra_digits": 0}),
         ("commands", 500, {"phrases": 16, "held_out": 12}),
+        ("commands", 2000, {"phrases": 1, "held_out": 0, "extra_phrases": 64}),
     ],
 )
 def test_extreme_settings_give_sequences(name, length, keys):

@@ -13,13 +13,16 @@ from qkablate.models.build import build_model
 from qkablate.models.translate import beam_search, translate
 
 SOURCE, CONTEXT, VOCABULARY = 7, 10, 20
-START, END, PAD = 18, 19, 17
+START, END = 18, 19
 
 
-def large_weights_model(name="standard", sites="all", position="learned", padding=False):
+def large_weights_model(
+    name="standard", sites="all", position="learned", padding=False, bias=True, tied=True
+):
     """Return a model with large weights, whose predictions depend on all it reads."""
-    config = ModelConfig(form="encoder_decoder", layers=2, d_model=16, heads=4, bias=True)
+    config = ModelConfig(form="encoder_decoder", layers=2, d_model=16, heads=4, bias=bias)
     config.source, config.context, config.position = SOURCE, CONTEXT, position
+    config.tied = tied
     entry = {key: value for key, value in variants()[name].items() if key != "name"}
     variant = resolve_variant(VariantConfig(name=name, sites=sites, **entry), config)
     model = build_model(config, variant, VOCABULARY, padding=padding).init_(0).double()
@@ -68,7 +71,6 @@ def greedy_reference(model, source, tokens):
     known = [tokens.start]
     while len(known) <= CONTEXT:
         logits = model(torch.tensor([source]), torch.tensor([known]))[0, -1]
-        logits[PAD] = -math.inf
         if (token := int(logits.argmax())) == tokens.end:
             break
         known.append(token)
@@ -113,7 +115,6 @@ def test_beam_search_finds_no_worse_targets_and_is_deterministic():
     def score(source, target):
         known = [START, *target, END][: CONTEXT + 1]
         log_p = model(torch.tensor([source]), torch.tensor([known[:-1]]))[0]
-        log_p[:, PAD] = -math.inf
         chosen = torch.tensor(known[1:])
         return float(log_p.log_softmax(-1).gather(1, chosen[:, None]).mean())
 
@@ -124,6 +125,54 @@ def test_beam_search_finds_no_worse_targets_and_is_deterministic():
     with torch.no_grad():
         gains = [score(s, b) - score(s, g) for s, b, g in zip(SOURCES, found, greedy, strict=True)]
     assert sum(gains) > 0
+
+
+def naive_beam_search(model, source, tokens, beam):
+    """Return the best target and its score, by a full pass for each hypothesis."""
+    live, done = [(0.0, [tokens.start])], []
+    for length in range(1, CONTEXT + 1):
+        longer = []
+        for total, known in live:
+            log_V = model(torch.tensor([source]), torch.tensor([known]))[0, -1].log_softmax(-1)
+            longer += [(total + p, [*known, token]) for token, p in enumerate(log_V.tolist())]
+        longer.sort(reverse=True)
+        ended = [(total, known) for total, known in longer[:beam] if known[-1] == tokens.end]
+        done += [(total / length, known[1:-1]) for total, known in ended][: beam - len(done)]
+        live = [(total, known) for total, known in longer if known[-1] != tokens.end][:beam]
+        if len(done) == beam:
+            return max(done)
+    return max([*done, *((total / CONTEXT, known[1:]) for total, known in live)])
+
+
+@pytest.mark.parametrize(
+    ("name", "position", "end"),  # a token that ends some targets of the model
+    [
+        ("standard", "rope", 5),
+        ("gqa", "learned", 14),
+        ("mla", "learned", 10),
+        ("merged_w", "alibi", 15),
+    ],
+)
+@pytest.mark.parametrize("beam", [1, 2, 4])
+def test_scores_equal_those_of_full_passes(name, position, end, beam, monkeypatch):
+    """Sources of different lengths are translated together, with caches."""
+    # Neither biases nor a shared embedding, which would repeat one token in every target.
+    options = {"padding": True, "bias": False, "tied": False}
+    model = large_weights_model(name, position=position, **options)
+    tokens, found = TargetTokens(START, end), []
+
+    def search(*args, **options):
+        found.extend(beam_search(*args, **options))
+        return found
+
+    monkeypatch.setattr("qkablate.models.translate.beam_search", search)
+    sources = sorted(SOURCES, key=len)
+    with torch.no_grad():
+        expected = [naive_beam_search(model, source, tokens, beam) for source in sources]
+    assert translate(model, sources, tokens, beam) == [target for _, target in expected]
+    scores, naive = ([score for score, _ in each] for each in (found, expected))
+    assert scores == pytest.approx(naive, rel=0, abs=1e-10)
+    assert len({len(target) for _, target in expected}) > 2
 
 
 def step_of(table):
@@ -145,20 +194,24 @@ MISLEADING = [
 
 def test_beam_search_finds_what_greedy_misses():
     step, tokens = step_of(MISLEADING), TargetTokens(0, 1)
-    (greedy,) = beam_search(step, 1, tokens, longest=6, beam=1)
+    ((_, greedy),) = beam_search(step, 1, tokens, longest=6, beam=1)
     assert greedy[0] == 2
-    assert beam_search(step, 2, tokens, longest=6, beam=2) == [[3], [3]]
+    for score, target in beam_search(step, 2, tokens, longest=6, beam=2):
+        assert target == [3]
+        assert score == pytest.approx(math.log(0.4) / 2)
 
 
 def test_scores_are_normalized_by_length():
     """0.5 for one token is worse than 0.5 · 0.9 · 0.9 for three."""
     table = [[0, 0.5, 0.5, 0], [0, 1, 0, 0], [0, 0, 0, 1], [0, 0.9, 0.1, 0]]
-    assert beam_search(step_of(table), 1, TargetTokens(0, 1), longest=9, beam=2) == [[2, 3]]
+    ((score, target),) = beam_search(step_of(table), 1, TargetTokens(0, 1), longest=9, beam=2)
+    assert target == [2, 3]
+    assert score == pytest.approx(math.log(0.5 * 0.9) / 3)
 
 
 def test_targets_without_an_end_are_as_long_as_possible():
-    found = beam_search(step_of(MISLEADING), 1, TargetTokens(0), longest=4, beam=3)
-    assert len(found[0]) == 4
+    ((_, target),) = beam_search(step_of(MISLEADING), 1, TargetTokens(0), longest=4, beam=3)
+    assert len(target) == 4
 
 
 def test_diverged_model_is_rejected():

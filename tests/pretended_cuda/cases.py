@@ -97,6 +97,7 @@ uniform fp16 static learned recompute blocks 1.5
 wide_qk fp32 folded rope dropout 66
 """
 _REVERSE = "data=reverse model.context=8 data.copy_length=8"
+PADDED = "data=add model.source=13 model.context=8 model.form=encoder_decoder"
 # Other forms of model, and another optimizer.
 FORMS = [
     Case("merged_w", "bf16", words=f"{_REVERSE} model.form=encoder"),
@@ -104,6 +105,9 @@ FORMS = [
     Case(
         "qk_norm", "bf16", words=f"{_REVERSE} model.form=encoder_decoder model.encoder_d_model=32"
     ),
+    Case("standard", "bf16", words=PADDED),
+    Case("merged_w", "fp32", recompute=True, words=PADDED),
+    Case("gqa", "fp16-sm75", words="data=add model.context=13 model.form=encoder"),
     Case("standard", "bf16", words="model.form=encoder data.objective=mlm"),
     Case("symmetric_w", "bf16", words="optim=muon"),
 ]

@@ -116,7 +116,8 @@ def _attend_by_flash(*args: Any, kernel: str, **options: Any) -> Tensor:
     return _real_attend(*args, kernel="flash", **options)
 
 
-FAULTS["flash with a mask"] = lambda: replaced(layer, "attend", _attend_by_flash)
+for name in ("flash with a mask", "flash with padding"):
+    FAULTS[name] = lambda: replaced(layer, "attend", _attend_by_flash)
 
 
 def _checkpoint(block: Any, *args: Any, **options: Any) -> Any:

@@ -9,7 +9,7 @@ import os
 import pytest
 
 from qkablate.config import variants
-from tests.pretended_cuda.cases import CASES, CHOSEN, FORMS, IMPOSSIBLE, Case, product
+from tests.pretended_cuda.cases import CASES, CHOSEN, FORMS, IMPOSSIBLE, PADDED, Case, product
 
 # Where the program may wait for the device, and how often: an evaluation begins and ends the two
 # steps, and each of them, and the checkpoint, asks for the first step that is not finite.
@@ -125,6 +125,7 @@ PLANTED = {
     "assigning a number by indices": (Case("shared_qk_reformer", "bf16"), "uploads while step"),
     "all weights are kept": (Case("standard", "bf16", kept=20), "kept"),
     "flash with a mask": (Case("standard", "bf16", position="alibi"), "No available kernel: flash"),
+    "flash with padding": (Case("standard", "bf16", words=PADDED), "No available kernel: flash"),
     "nothing is recomputed": (Case("standard", "bf16", recompute=True, kept=2), "kept"),
     "batches are not pinned": (ROPE, "copy not pinned"),
     "batches are not contiguous": (ROPE, "copy not contiguous"),

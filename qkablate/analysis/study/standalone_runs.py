@@ -75,6 +75,8 @@ def _read_run(folder: Path, arms: dict[str, Arm]) -> tuple[SweepRun, str]:
         content.setdefault("init_from", dict(vars(InitFromConfig())))
         content["train"].setdefault("test_tokens", content["data"]["test_tokens"])
         content["train"].setdefault("vmap", 1)
+        is_commands = content["data"]["source"] == "commands"
+        content["data"].setdefault("extra_phrases", 0 if is_commands else None)
         identity = content["identity"]
         settings = {key: value for key, value in content.items() if key not in ("id", "identity")}
         key = json.dumps(_arm_settings(settings, identity), sort_keys=True, default=str)

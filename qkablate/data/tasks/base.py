@@ -60,6 +60,8 @@ class Task:
     name: ClassVar[str]
     summary: ClassVar[str]  # one line
     difficulty: ClassVar[str]  # the keys that make it harder
+    # Keys that were added later: at zero they leave fingerprints of earlier runs as they were.
+    later_keys: ClassVar[tuple[str, ...]] = ()
     has_pairs: ClassVar[bool] = False  # of source and target, for an encoder to read
     marker: int  # of pairs: the token that precedes the answer
     end: int | None = None  # the token that closes it; None: all are as long
@@ -150,8 +152,8 @@ class Task:
 
     @property
     def description(self) -> str:
-        keys = (key for key in DATA_KEYS[self.name] if not key.endswith("_tokens"))
-        settings = [f"{key} {getattr(self.config, key)}" for key in keys]
+        keys = self._settings.items()
+        settings = [f"{key} {value}" for key, value in keys if not key.endswith("_tokens")]
         counts = self._counts
         source = f"{self.source} to " if self.form == "encoder_decoder" else ""
         return (
@@ -159,10 +161,15 @@ class Task:
             f" {counts['val']:,} sequences to validate, {counts['test']:,} to test"
         )
 
+    @property
+    def _settings(self) -> dict[str, Any]:
+        """Return the keys of `data` that this task has, without later ones that are zero."""
+        values = {key: getattr(self.config, key) for key in DATA_KEYS[self.name]}
+        return {key: value for key, value in values.items() if value or key not in self.later_keys}
+
     @functools.cached_property
     def fingerprint(self) -> str:
         """Hash of the settings and of the sequences drawn."""
-        settings = {key: getattr(self.config, key) for key in DATA_KEYS[self.name]}
         digest = hashlib.sha256()
         first = self.generate(named_generator(0, self.name, "train", 0), 16)
         for examples in (first, self._split("val"), self._split("test")):
@@ -171,7 +178,9 @@ class Task:
             if examples.sources_NS is not None:
                 digest.update(examples.sources_NS.tobytes())
         pairs = [] if self.form == "decoder" else [self.form]
-        return hash_json([FORMAT, self.name, settings, self.length, digest.hexdigest(), *pairs])
+        return hash_json(
+            [FORMAT, self.name, self._settings, self.length, digest.hexdigest(), *pairs]
+        )
 
     @functools.cached_property
     def answer_fraction(self) -> float:

@@ -32,12 +32,15 @@ class Commands(PaddedTask):
 
     Up to `data.phrases` phrases, drawn independently. Training never shows `data.held_out` of the
     combinations of a verb and a manner, such as "jump around left", but each verb and each manner
-    in others.
+    in others. It never shows commands of up to `data.extra_phrases` more phrases, either; where
+    both are held out, they take turns.
     """
 
     name = "commands"
     summary = "the actions of a command such as: look around left and jump twice"
-    difficulty = "data.phrases, data.held_out"
+    difficulty = "data.phrases, data.held_out, data.extra_phrases"
+    later_keys = ("extra_phrases",)
+    pair_labels = ("known", "held_out", "longer")
 
     def setup(self) -> int:
         if self.form == "encoder":
@@ -46,8 +49,9 @@ class Commands(PaddedTask):
                 " model.form=encoder answers at the positions of its source; use"
                 " model.form=decoder or encoder_decoder"
             )
-        held_out, self._phrases = self.setting("held_out"), self.setting("phrases")
-        held = held_out_combinations(held_out)
+        self._phrases, self._extra = self.setting("phrases"), self.config.extra_phrases or 0
+        self._most = self._phrases + self._extra
+        held = held_out_combinations(self.setting("held_out"))
         self._known: list[list[str]] = []
         self._held_out: list[list[str]] = []
         for verb, manner, repeat in itertools.product(_VERBS, _MANNERS, _REPEATS):
@@ -55,15 +59,22 @@ class Commands(PaddedTask):
             kind.append(" ".join(filter(None, (verb, manner, repeat))).split())
         return self.prepare(
             end=_IDS["end"],
-            source=(_LONGEST_PHRASE + 1) * self._phrases - 1,
-            answers=_MOST_ACTIONS * self._phrases + 1,
-            has_held_out=bool(held),
+            source=(_LONGEST_PHRASE + 1) * self._most - 1,
+            answers=_MOST_ACTIONS * self._most + 1,
+            has_held_out=bool(held or self._extra),
         )
 
     def draw(self, rng: np.random.Generator, held_out_N: np.ndarray) -> Examples:
-        count, shape = len(held_out_N), (len(held_out_N), self._phrases)
+        count, shape = len(held_out_N), (len(held_out_N), self._most)
         phrases_N = rng.integers(1, self._phrases + 1, size=count)
-        special_N = np.where(held_out_N, rng.integers(phrases_N), -1)  # the phrase held out
+        longer_N = held_out_N & bool(self._extra)
+        if self._extra:
+            if self._held_out:
+                longer_N &= np.cumsum(held_out_N) % 2 == 0
+            extra_N = rng.integers(1, self._extra + 1, size=count)
+            phrases_N = np.where(longer_N, self._phrases + extra_N, phrases_N)
+        is_special_N = held_out_N & ~longer_N
+        special_N = np.where(is_special_N, rng.integers(phrases_N), -1)  # the phrase held out
         known_NP = rng.integers(len(self._known), size=shape)
         held_NP = rng.integers(max(1, len(self._held_out)), size=shape)
         is_after_NP = rng.integers(2, size=shape)
@@ -78,7 +89,8 @@ class Commands(PaddedTask):
                     command.append("after" if is_after_P[n] else "and")
                 command += self._held_out[held_P[n]] if n == special else self._known[known_P[n]]
             commands.append(command)
-        slices = {"pair": held_out_N.astype(np.int64)[:, None], "phrases": phrases_N[:, None]}
+        pair_N = held_out_N.astype(np.int64) + longer_N
+        slices = {"pair": pair_N[:, None], "phrases": phrases_N[:, None]}
         answers = map(actions, commands)
         return self.join_padded(_to_tokens(commands), _to_tokens(answers), slices)
 

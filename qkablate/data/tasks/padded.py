@@ -25,7 +25,7 @@ class PaddedTask(Task):
 
     has_pairs = True
     end: int
-    pair_labels: ClassVar[tuple[str, str]] = ("known", "held_out")
+    pair_labels: ClassVar[tuple[str, ...]] = ("known", "held_out")
 
     def draw(self, rng: np.random.Generator, held_out_N: np.ndarray) -> Examples:
         """Draw a pair for each entry, of a kind that is held out where it is true."""

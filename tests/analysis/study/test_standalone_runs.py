@@ -105,14 +105,24 @@ def by_name(study):
 # What is one arm, and what is a pair.
 
 
-def test_run_of_a_time_without_test_tokens_is_a_pair_of_one_that_reads_all(run):
-    earlier, other = run("variant=no_q", "train.test_tokens=all"), run("train.test_tokens=all")
-    path = earlier / "config.yaml"
+@pytest.mark.parametrize(
+    ("words", "section", "key"),
+    [
+        (["train.test_tokens=all"], "train", "test_tokens"),
+        ([], "data", "extra_phrases"),
+        (["data=commands", "data.phrases=1", "model.context=32"], "data", "extra_phrases"),
+    ],
+)
+def test_run_of_a_time_without_a_key_has_its_default(run, words, section, key):
+    """It shares an arm with a later run, and is a pair of a third."""
+    folders = of_seeds(run, (0, 1), "variant=no_q", *words) + of_seeds(run, (0, 1), *words)
+    path = folders[0] / "config.yaml"
     content = yaml.safe_load(path.read_text())
-    del content["train"]["test_tokens"]
+    del content[section][key]
     path.write_text(yaml.safe_dump(content))
-    (family,) = find_families(read_standalone_runs([earlier, other]))
-    assert len(family.gaps[0].pairs) == 1
+    (family,) = find_families(read_standalone_runs(folders))
+    (gap,) = family.gaps
+    assert len(gap.pairs) == 2
 
 
 def test_runs_of_an_arm_differ_in_their_seed_and_learning_rate_alone(run):

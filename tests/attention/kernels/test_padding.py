@@ -3,10 +3,12 @@
 import pytest
 import torch
 
+from qkablate.attention.kernels import dispatch
 from qkablate.attention.kernels.dispatch import attend
 
-KERNELS = ["math", "flash", "folded", "blocked", "static"]
-TOLERANCES = {torch.float64: 1e-10, torch.float32: 1e-4, torch.bfloat16: 6e-2}
+KERNELS = ["math", "flash", "efficient", "folded", "blocked", "static"]
+GROUPS = [(2, 2), (1, 2), (2, 1)]
+TOLERANCES = {torch.float64: 1e-10, torch.float32: 1e-4, torch.bfloat16: 6e-2, torch.float16: 1e-2}
 
 
 def naive(q, k, v, *, causal, bias, key_mask):
@@ -22,10 +24,21 @@ def naive(q, k, v, *, causal, bias, key_mask):
     return out
 
 
-def draw(kernel, groups, value_groups, dtype):
+@pytest.fixture(autouse=True)
+def efficient_runs_on_a_cpu(monkeypatch):
+    """Compute what `efficient` is given, its aligned mask too, by torch's math kernel."""
+    force = dispatch.force_backend
+
+    def force_available(kernel):
+        return force("math" if kernel == "efficient" else kernel)
+
+    monkeypatch.setattr(dispatch, "force_backend", force_available)
+
+
+def draw(kernel, groups, value_groups, dtype, queries=4, keys=5):
     torch.manual_seed(0)
-    width = 0 if kernel == "static" else 6
-    shapes = ((2, 4, width), (groups, 5, width), (value_groups, 5, 4))
+    width = 0 if kernel == "static" else 16
+    shapes = ((2, queries, width), (groups, keys, width), (value_groups, keys, 8))
     return [torch.randn(3, *shape).to(dtype).requires_grad_() for shape in shapes]
 
 
@@ -34,26 +47,28 @@ def gradients(out, inputs, upstream=None):
     return torch.autograd.grad(out, inputs, upstream, materialize_grads=True)
 
 
-# Lengths of the sources; the last has no key at all, and the first no padding.
-MASK_BS = torch.arange(5) < torch.tensor([5, 2, 0])[:, None]
+def make_mask(keys=5):
+    """Return a mask of three sources: the last has no key at all, and the first no padding."""
+    return torch.arange(keys) < torch.tensor([keys, 2, 0])[:, None]
 
 
-@pytest.mark.parametrize("dtype", TOLERANCES, ids=str)
-@pytest.mark.parametrize("kernel", KERNELS)
-@pytest.mark.parametrize(("groups", "value_groups"), [(2, 2), (1, 2), (2, 1)])
-@pytest.mark.parametrize("bias", [None, (4, 5), (2, 4, 5), (3, 1, 4, 5)], ids=str)
-def test_padding_changes_neither_outputs_nor_gradients(kernel, groups, value_groups, bias, dtype):
-    q, k, v = draw(kernel, groups, value_groups, dtype)
+MASK_BS = make_mask()
+
+
+def check(kernel, groups, value_groups, bias, dtype, queries=4, keys=5):
+    """Compare outputs and gradients with the definition, causal and not."""
+    q, k, v = draw(kernel, groups, value_groups, dtype, queries, keys)
+    mask_BS = make_mask(keys)
     added = None if bias is None else torch.randn(bias).to(dtype)
     for causal in (False, True):
         out = attend(
-            q, k, v, scale=0.3, causal=causal, kernel=kernel, bias=added, key_mask_BS=MASK_BS
+            q, k, v, scale=0.3, causal=causal, kernel=kernel, bias=added, key_mask_BS=mask_BS
         )
         reference = naive(
             *(x.double() for x in (q, k, v)),
             causal=causal,
             bias=None if added is None else added.double(),
-            key_mask=MASK_BS,
+            key_mask=mask_BS,
         )
         upstream = torch.randn(out.shape).to(dtype)
         results = [
@@ -66,14 +81,26 @@ def test_padding_changes_neither_outputs_nor_gradients(kernel, groups, value_gro
             assert not gradient_BGSE[1, :, 2:].any()
 
 
+@pytest.mark.parametrize("dtype", TOLERANCES, ids=str)
 @pytest.mark.parametrize("kernel", KERNELS)
-def test_query_that_sees_only_padding_gets_finite_numbers(kernel):
-    """A sequence that is padded on the left begins so."""
+@pytest.mark.parametrize(("groups", "value_groups"), GROUPS)
+@pytest.mark.parametrize("bias", [None, (4, 5), (2, 4, 5), (3, 1, 4, 5)], ids=str)
+def test_padding_changes_neither_outputs_nor_gradients(kernel, groups, value_groups, bias, dtype):
+    check(kernel, groups, value_groups, bias, dtype)
+
+
+def check_left_padding(kernel):
+    """Check that a query that sees only padding gets finite numbers."""
     q, k, v = draw(kernel, 2, 2, torch.float32)
     mask_BS = (torch.arange(5) > 2).expand(3, -1)
     out = attend(q, k, v, scale=0.3, causal=True, kernel=kernel, key_mask_BS=mask_BS)
     assert out.isfinite().all()
     assert all(gradient.isfinite().all() for gradient in gradients(out, (q, k, v)))
+
+
+@pytest.mark.parametrize("kernel", KERNELS)
+def test_query_that_sees_only_padding_gets_finite_numbers(kernel):
+    check_left_padding(kernel)
 
 
 @pytest.mark.parametrize("kernel", KERNELS)

@@ -13,8 +13,8 @@ KEYS = {"add": {"digits": 3, "extra_digits": 2}, "commands": {"phrases": 2, "hel
 LENGTHS = {"add": (11, 7), "commands": (9, 49)}  # of the longest source and target
 
 
-def make(name, form="encoder_decoder", **keys):
-    longest_source, longest_target = LENGTHS[name]
+def make(name, form="encoder_decoder", longest=None, **keys):
+    longest_source, longest_target = longest or LENGTHS[name]
     lengths = {
         "decoder": {"context": longest_source + longest_target},
         "encoder": {"context": longest_source},
