@@ -75,10 +75,12 @@ def logits_of(model: Any, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -
         angles = torch.cat([angles, angles], -1)
         return angles.cos().to(dtype), angles.sin().to(dtype)
 
-    for kind in (llama.LlamaRMSNorm, mistral.MistralRMSNorm):
-        monkeypatch.setattr(kind, "forward", norm)
-    for kind in (llama.LlamaRotaryEmbedding, mistral.MistralRotaryEmbedding):
-        monkeypatch.setattr(kind, "forward", rotate)
+    norms = llama.LlamaRMSNorm, mistral.MistralRMSNorm
+    rotations = llama.LlamaRotaryEmbedding, mistral.MistralRotaryEmbedding
+    for norm_class in norms:
+        monkeypatch.setattr(norm_class, "forward", norm)
+    for rotation_class in rotations:
+        monkeypatch.setattr(rotation_class, "forward", rotate)
     with torch.no_grad():
         found: Tensor = model.to(dtype)(TOKENS).logits
     return found
