@@ -24,7 +24,6 @@ from qkablate.attention.projection.project import (
     set_scores_,
 )
 from qkablate.config import ModelConfig, VariantConfig, resolve_variant, variants
-from qkablate.data.batches import PAD
 from qkablate.errors import UserError
 from qkablate.models.base import AttentionLayer, Model
 from qkablate.models.catalogue import make_attention
@@ -179,7 +178,7 @@ def _compare_logits(
         return {}
     dtype = torch.float64 if precision == "fp64" else torch.float32
     firsts = (tokens_BT[0] for tokens_BT in inputs)
-    tokens = tuple(row_T[row_T != PAD][None, :_RESIDUAL_TOKENS] for row_T in firsts)
+    tokens = tuple(row_T[row_T >= 0][None, :_RESIDUAL_TOKENS] for row_T in firsts)  # no padding
     copied = copy.deepcopy(model).to(dtype).eval()
     expected_BTV, residuals = copied(*tokens), {}
     layers = copied.attention_layers()

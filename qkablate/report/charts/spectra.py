@@ -20,21 +20,23 @@ _MAX_VALUES = 32  # singular values that a spectrum is drawn with
 _MAX_PANELS = 12
 _MIN_VALUE = 1e-4  # relative to the largest singular value; smaller ones are dropped
 _MAX_TIMES = 6  # of training, that are drawn of an arm
-_SPECTRA = {SPECTRUM: ("spectra", "QK", "B"), OV_SPECTRUM: ("output-spectra", "OV", "M")}
 
 
 def spectrum_chart(section: Section) -> Chart:
     """Chart the singular values of B at initialization and at the end, by layer."""
-    return _make_spectrum_chart(section, SPECTRUM)
+    return Chart("spectra", "Spectra of the QK circuit", *_draw_spectra(section, SPECTRUM, "B"))
 
 
 def output_spectrum_chart(section: Section) -> Chart | None:
     """Chart those of M of an imported model."""
-    return _make_spectrum_chart(section, OV_SPECTRUM) if section.is_imported else None
+    if not section.is_imported:
+        return None
+    drawn = _draw_spectra(section, OV_SPECTRUM, "M")
+    return Chart("output-spectra", "Spectra of the OV circuit", *drawn)
 
 
-def _make_spectrum_chart(section: Section, measure: str) -> Chart:
-    name, circuit, matrix = _SPECTRA[measure]
+def _draw_spectra(section: Section, measure: str, matrix: str) -> tuple[str, list[ChartPanel]]:
+    """Return the caption and a panel for each layer."""
     groups = head_groups(section)
     layers_shown = max(1, _MAX_PANELS // max(1, len(groups)))
     panels, counts = [], []
@@ -61,7 +63,7 @@ def _make_spectrum_chart(section: Section, measure: str) -> Chart:
         f" d_head-th; mean over the heads of a layer and over runs ({format_n(counts)}).{times} A"
         " line that falls early means a low effective rank."
     )
-    return Chart(name, f"Spectra of the {circuit} circuit", caption, panels)
+    return caption, panels
 
 
 def _spectrum_rows(

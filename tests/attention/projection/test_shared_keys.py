@@ -106,7 +106,7 @@ def test_each_group_keeps_the_better_of_both_bases():
 
 @pytest.mark.parametrize(("groups", "width"), [(6, 8), (3, 8), (3, 32), (2, 20)])
 def test_keys_are_sought_where_the_heads_of_a_group_read(groups, width):
-    """Of a stream of 48 a group of two heads of width 8 reads 32 directions, of three heads all."""
+    """Two heads of width 8 read 32 of the 48 directions of the stream, three heads read all."""
     layer = random_layer("separate", d=48, heads=6, bias=True)
     goals, moments = goals_of(layer), unequal_moments(0, 48, 6)
     with torch.no_grad():
