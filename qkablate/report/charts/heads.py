@@ -104,8 +104,8 @@ def head_map_chart(section: Section) -> Chart:
         (size, *_find_cells(group, metrics, is_sorted=not section.is_imported))
         for size, group in groups
     ]
-    most = max((row["head"] for _, by, _ in all_cells for r in by.values() for row in r), default=0)
-    if most == 1:
+    heads = {row["head"] for _, by, _ in all_cells for rows in by.values() for row in rows}
+    if len(heads) == 1:
         return _single_head_chart(all_cells, [*metrics.values()], describe_time(section))
     for size, by_metric, numbers in all_cells:
         cells += sum(map(len, by_metric.values()))
@@ -181,7 +181,8 @@ def _find_cells(
             if arrays := arm.at(name, arm.entry.tokens):
                 counts.append(len(arrays))
                 values_LH = head_metrics.sort_heads(arrays) if is_sorted else arrays[0]
-                rows += _map_cells(label, layer_labels(arm, len(values_LH)), values_LH)
+                layers = layer_labels(arm, len(values_LH))
+                rows += _map_cells(label, layers, values_LH, first=1 if is_sorted else 0)
         if rows:
             by_metric[metric] = rows
     return by_metric, counts
@@ -195,17 +196,19 @@ def layer_labels(arm: HeadMetrics, count: int) -> list[int] | list[str]:
     return [name.replace("_L", " ") for name in names]
 
 
-def _map_cells(label: str, layers: Sequence[int | str], values_LH: np.ndarray) -> list[Spec]:
+def _map_cells(
+    label: str, layers: Sequence[int | str], values_LH: np.ndarray, first: int
+) -> list[Spec]:
     return [
-        {"arm": label, "layer": layer, "head": head + 1, "value": round_digits(value, 3)}
+        {"arm": label, "layer": layer, "head": head, "value": round_digits(value, 3)}
         for layer, values_H in zip(layers, values_LH, strict=True)
-        for head, value in enumerate(map(float, values_H))
+        for head, value in enumerate(map(float, values_H), first)
         if math.isfinite(value)
     ]
 
 
 def _map_spec(rows: list[Spec], has_order: bool = False) -> Spec:
-    heads = max(row["head"] for row in rows)
+    heads = len({row["head"] for row in rows})
     roomy = heads <= _MAX_HEADS_WITH_NUMBERS
     step = 46 if roomy else 16
     color = {"color": _color([row["value"] for row in rows])}
@@ -219,7 +222,12 @@ def _map_spec(rows: list[Spec], has_order: bool = False) -> Spec:
     # Sites in the order of computation, numbers in their own.
     order = {"sort": None} if any(isinstance(row["layer"], str) for row in rows) else {}
     encoding = {
-        "x": {"field": "head", "type": "ordinal", "title": None, "axis": None},
+        "x": {
+            "field": "head",
+            "type": "ordinal",
+            "title": None,
+            "axis": axis if has_order else None,
+        },
         "y": {"field": "layer", "type": "ordinal", "title": None, "axis": axis} | order,
         "tooltip": base.make_tooltip(arm="", layer="", head="" if has_order else "rank", value=""),
     }

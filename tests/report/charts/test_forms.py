@@ -99,7 +99,7 @@ def test_heads_are_in_the_order_of_the_model(imported, content):
         "directionality of M": ("ov", "directionality"),
         "balance of the factors of B": ("qk", "balance"),
     }.items():
-        shown = {(cell["layer"], cell["head"] - 1): cell["value"] for cell in panels[title]}
+        shown = {(cell["layer"], cell["head"]): cell["value"] for cell in panels[title]}
         rows = content["diagnostics"][part][measure]
         known = {(i, j): value for i, row in enumerate(rows) for j, value in enumerate(row)}
         assert shown == {key: pytest.approx(value, rel=0.01) for key, value in known.items()}
