@@ -45,11 +45,11 @@ class ImportedRun:
     has_tokenizer: bool  # text can be written in the model's tokens
 
 
-def has_gpt2_tokens(architecture: Architecture, vocabulary: Any) -> bool:
+def _has_gpt2_tokens(architecture: Architecture, found: Repository) -> bool:
     """Return whether the tokens of a model are GPT-2's, as far as its vocab.json, if any, says."""
     if architecture.family != "gpt2" or architecture.vocabulary != GPT2_VOCABULARY:
         return False
-    if vocabulary is None:
+    if (vocabulary := found.read_vocabulary()) is None:
         return True
     return isinstance(vocabulary, dict) and _GPT2_IDS.items() <= vocabulary.items()
 
@@ -82,7 +82,7 @@ def import_run(
         )
     progress = Progress(f"import {label}")
     sums = _hash_files([found.folder / CONFIG, *files], progress)
-    has_tokenizer = has_gpt2_tokens(architecture, found.read_vocabulary())
+    has_tokenizer = _has_gpt2_tokens(architecture, found)
     config = _make_config(architecture, out, "gpt2" if has_tokenizer else None)
     model = build_empty_model(config, architecture.vocabulary)
     weights_of = {file: sums[file] for file in sums if file != CONFIG}

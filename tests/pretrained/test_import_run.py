@@ -153,6 +153,12 @@ def test_tokens_are_gpt2s_unless_the_vocabulary_says_otherwise(tmp_path, ids, kn
     assert restore(run.folder).config.data.tokenizer == ("gpt2" if known else None)
 
 
+def test_vocabulary_of_other_models_is_not_read(tmp_path):
+    write_published(tmp_path / "published", "llama", vocabulary=50257)
+    (tmp_path / "published" / "vocab.json").write_text("{", encoding="utf-8")
+    assert not import_folder(tmp_path / "published").has_tokenizer
+
+
 def test_memory_holds_the_weights_and_their_largest_tensor(tmp_path, monkeypatch):
     model = write_published(tmp_path / "published", vocabulary=50257)
     params = sum(parameter.numel() for parameter in model.parameters())

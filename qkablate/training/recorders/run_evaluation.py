@@ -178,7 +178,7 @@ def read_split(
     size: int,
     as_trained: bool = True,
 ) -> EvalMetrics:
-    """Return the sums over a split, by document, too; the loss is rounded as training rounds it."""
+    """Return the sums over a split, by document, too; `as_trained`: rounded as in training."""
     context = config.model.context
     batches = partial(data.split_batches, split, batch_size=size, context=context, limit=limit)
     losses = ModelLosses(model)
