@@ -15,6 +15,7 @@ from qkablate.config.data import (
     HUB_KEYS,
     PREPARED_SOURCES,
     TEXT_SOURCES,
+    fill_vocab_size,
     source_words,
 )
 from qkablate.errors import UserError, nearest_hint, not_one_of, print_stderr
@@ -205,9 +206,9 @@ def request_data(own: DataConfig, values: Mapping[str, str]) -> DataConfig | Non
         inherited = {k for k in DATA_KEYS[own.source] if not has_role(f"data.{k}", Role.FINETUNE)}
         inherited -= {*HUB_KEYS} if "data.path" in given else set()
     if own.tokenizer is None:
-        inherited -= {"tokenizer"}
+        inherited -= {"tokenizer", "vocab_size"}
     changes = {key: getattr(own, key) for key in inherited if f"data.{key}" not in given}
-    data = dataclasses.replace(data, **changes)
+    data = fill_vocab_size(dataclasses.replace(data, **changes))
     check(Config(data=data))
     return data
 

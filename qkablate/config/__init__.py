@@ -13,9 +13,9 @@ from typing import Any
 from qkablate.config.data import (
     DATA_KEYS,
     TEXT_SOURCES,
-    VOCABULARY_SIZES,
     DataConfig,
     check_data,
+    fill_vocab_size,
 )
 from qkablate.config.evaluation import (
     EVAL_COST,
@@ -245,9 +245,7 @@ def resolve(config: Config) -> Config:
         raise ImpossibleConfig(f"optim.warmup: {warmup} is not below the {steps} steps of training")
     default_cooldown = 0.2 if optim.schedule == "wsd" else 0.0
     cooldown = default_cooldown if optim.cooldown == "auto" else float(optim.cooldown)
-    data = config.data
-    if data.vocab_size is None and (size := VOCABULARY_SIZES.get(str(data.tokenizer))):
-        data = dataclasses.replace(data, vocab_size=size)
+    data = fill_vocab_size(config.data)
     parts = max(1, steps // LEAST_EVAL_EVERY)
     eval_every, eval_tokens, test_tokens = train.eval_every, train.eval_tokens, train.test_tokens
     if eval_every == "auto":

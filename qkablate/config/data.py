@@ -1,7 +1,7 @@
 """The schema of the data: which source has which keys."""
 
 import re
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from qkablate.config.keys import BIG, LOCAL, Role, data_key, key, keys_by_user
 from qkablate.config.sweep import as_quoted
@@ -136,6 +136,12 @@ class DataConfig:
 
 DATA_KEYS = keys_by_user(DataConfig, _SOURCES)
 _NEEDED = {"text": ("path", "FILE_OR_FOLDER"), "hub": ("name", "NAME_ON_THE_HUB")}
+
+
+def fill_vocab_size(data: DataConfig) -> DataConfig:
+    """Return the data with the default size of a vocabulary that is made from the text."""
+    size = VOCABULARY_SIZES.get(str(data.tokenizer))
+    return replace(data, vocab_size=size) if size and data.vocab_size is None else data
 
 
 def source_words(data: DataConfig) -> dict[str, str]:

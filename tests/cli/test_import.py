@@ -37,6 +37,18 @@ def test_imported_run_is_read_by_the_other_verbs(qkablate, tmp_path):
     )
 
 
+def test_tokens_of_another_number_are_refused(qkablate, tmp_path):
+    """A vocabulary that is made from the text has its default size, also where the run has none."""
+    write_published(tmp_path / "mine", vocabulary=300)
+    assert qkablate("import", "mine", "as=small").code == 0
+    (tmp_path / "book.txt").write_text("the cat sat on the mat, and a dog ran\n" * 400)
+    words = ["data=text", "data.path=book.txt", f"data.cache={tmp_path / 'cache'}"]
+    for verb in ("eval", "inspect"):
+        done = qkablate(verb, "small", *words, "data.tokenizer=bpe")
+        assert (done.code, done.out) == (2, "")
+        assert "and this run was trained on 300 others" in done.err
+
+
 def test_imported_run_is_projected_with_data_of_choice(qkablate, tmp_path, tiny):
     write_published(tmp_path / "mine", vocabulary=256)
     assert qkablate("import", "mine", "as=small").code == 0
