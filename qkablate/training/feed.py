@@ -14,7 +14,7 @@ class Feed:
 
     def __init__(self, read: Callable[[int], Sequence[Batch]], device: str) -> None:
         """Feed the batches that `read` returns for a step."""
-        self._read, self._device = read, device
+        self.read, self._device = read, device
         self._ahead: tuple[int, list[Batch]] = (-1, [])
 
     def take(self, step: int) -> list[Batch]:
@@ -28,7 +28,7 @@ class Feed:
             self._ahead = step, self._fetch(step)
 
     def _fetch(self, step: int) -> list[Batch]:
-        return [on_device(batch, self._device) for batch in self._read(step)]
+        return [on_device(batch, self._device) for batch in self.read(step)]
 
 
 def batch_reader(config: Config, data: Data) -> Callable[[int], Sequence[Batch]]:

@@ -48,7 +48,7 @@ class TrainStep:
         self.feed = Feed(lambda step: ranks.shard(weigh(batches(step))), self.device)
         # Only dropout draws, and circuits of the user may; seeding takes time.
         outside = plan.identity["circuits_from_outside"]
-        self._draws_random_numbers = bool(config.model.dropout or outside)
+        self.draws_random_numbers = bool(config.model.dropout or outside)
         # Kept on the device, so that steps need not wait for each other.
         progress = TrainProgress() if resumed is None else resumed.progress
         self.loss_sum = torch.tensor(
@@ -58,11 +58,11 @@ class TrainStep:
 
     def __call__(self, step: int) -> Tensor:
         """Update the weights; return the gradient norm before clipping."""
-        self._set_learning_rate(step)
+        self.set_learning_rate(step)
         grad_accum = self.config.train.grad_accum
         micro_steps = self.ranks.shard(range(grad_accum))
         for micro, batch in zip(micro_steps, self.feed.take(step), strict=True):
-            if self._draws_random_numbers:
+            if self.draws_random_numbers:
                 # After the parent's last step, if the run begins from a trained one.
                 position = (self.config.init_from.step or 0) + step
                 seed = derive_key(self.config.seeds.dropout, "dropout", position, micro, 0)
@@ -83,7 +83,7 @@ class TrainStep:
         self.nonfinite = torch.minimum(self.nonfinite, nonfinite)
         return norm
 
-    def _set_learning_rate(self, step: int) -> None:
+    def set_learning_rate(self, step: int) -> None:
         rate = learning_rate(self.config.optim, step, int(self.config.train.steps))
         for group in self.optimizer.param_groups:
             group["lr"] = rate * group["lr_multiplier"]

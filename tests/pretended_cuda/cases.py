@@ -3,6 +3,7 @@
 import itertools
 import math
 import random
+from pathlib import Path
 from typing import NamedTuple
 
 # Precisions, and the capability of the GPU.
@@ -13,6 +14,36 @@ PRECISIONS = {
     "fp32": ("fp32", (9, 0)),
 }
 POSITIONS = ("learned", "rope", "alibi")
+STEPS = 2
+WORDS = {
+    "device": "cuda",
+    "compile": "false",
+    "threads": "1",
+    "tracking.wandb": "disabled",
+    "tracking.log_every": "2",
+    "diagnostics.every": "0",
+    "train.steps": str(STEPS),
+    "train.batch_size": "2",
+    "train.eval_every": "1000",
+    "train.checkpoint_every": "1000",
+    "data.val_tokens": "2048",
+    "data.test_tokens": "2048",
+    "model.layers": "1",
+    "model.d_model": "64",
+    "model.heads": "4",
+    "model.context": "256",
+}
+
+
+def run_words(words: dict[str, str], folder: Path) -> dict[str, str]:
+    """Return the words of a run in a folder, on a text that is written there."""
+    text = folder / "corpus.txt"
+    if not text.exists():
+        text.write_text("the cat sat on the mat, and saw two dogs\n" * 400, encoding="utf-8")
+    given = WORDS | {"out": str(folder / "out"), "data.cache": str(folder / "cache")}
+    given |= {"data": "text", "data.path": str(text)} if "data" not in words else {}
+    whole = given | words
+    return whole if whole["data"] == "text" else whole | {"data.cache": "null"}
 
 
 class Case(NamedTuple):
@@ -115,7 +146,7 @@ FORMS = [
 IMPOSSIBLE = {
     ("fp16-sm75", "flash"),
     ("fp32", "flash"),
-    ("blocked", 0.1),
+    ("blocked", 0.125),
     ("flash", "alibi"),
     ("fp16-sm75", "cudnn"),
     ("fp32", "cudnn"),
@@ -130,7 +161,7 @@ def _parse(row: str) -> Case:
         precision,
         kernel,
         position,
-        dropout=0.1 if "dropout" in flags else 0.0,
+        dropout=0.125 if "dropout" in flags else 0.0,
         recompute="recompute" in flags,
         blocks="blocks" in flags,
         kept=float(kept),

@@ -42,7 +42,8 @@ from qkablate.models.catalogue import resolve_circuits  # isort: skip
 from qkablate.training.resolve import build_empty_model  # isort: skip
 from tests.pretended_cuda import faults  # isort: skip
 from tests.pretended_cuda.faults import replaced  # isort: skip
-from tests.pretended_cuda.trace import WORDS, build_on_cuda  # isort: skip
+from tests.pretended_cuda.cases import WORDS  # isort: skip
+from tests.pretended_cuda.trace import build_on_cuda  # isort: skip
 
 triton_utils: Any = importlib.import_module("torch.utils._triton")
 ARCHITECTURES = (80, 90)

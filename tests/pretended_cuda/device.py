@@ -17,8 +17,11 @@ ctypes.CDLL(str(build_library()))
 import numpy as np  # noqa: E402
 import torch  # noqa: E402
 from torch import Tensor  # noqa: E402
+from torch._subclasses.fake_impls import register_op_impl  # noqa: E402
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode  # noqa: E402
 from torch.nn import functional as F  # noqa: E402
+
+from tests.pretended_cuda.kept import storage  # noqa: E402
 
 CAPABILITY = [9, 0]
 PINNED: dict[int, Tensor] = {}  # by storage, which is kept so that its number stays its own
@@ -32,11 +35,6 @@ def wait(name: str) -> None:
     if threading.current_thread() is threading.main_thread():
         for listener in WAITS:
             listener(name)
-
-
-def storage(tensor: Tensor) -> int:
-    """Return the number of a tensor's storage."""
-    return int(tensor.untyped_storage()._cdata)
 
 
 def _pin(tensor: Tensor, *_: Any) -> Tensor:
@@ -130,6 +128,11 @@ def pretended_cuda(capability: tuple[int, int]) -> Iterator[None]:
     PINNED.clear()
     with FakeTensorMode(allow_non_fake_inputs=True):
         yield
+
+
+@register_op_impl(aten._fused_adamw_.tensor_lr)
+def _update_by_a_rate_on_the_device(*_: Any, **__: Any) -> None:
+    """Change values alone."""
 
 
 def _install() -> None:

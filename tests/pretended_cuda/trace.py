@@ -25,27 +25,9 @@ from qkablate.training.recorders.checkpoint_writer import CheckpointWriter
 from qkablate.training.resolve import RunPlan, plan_run
 from qkablate.training.vmapped.stack import RunStack, StackedStep
 from tests.pretended_cuda import watch
-from tests.pretended_cuda.device import WIDEST, pretended_cuda, storage
-
-STEPS = 2
-WORDS = {
-    "device": "cuda",
-    "compile": "false",
-    "threads": "1",
-    "tracking.wandb": "disabled",
-    "tracking.log_every": "2",
-    "diagnostics.every": "0",
-    "train.steps": str(STEPS),
-    "train.batch_size": "2",
-    "train.eval_every": "1000",
-    "train.checkpoint_every": "1000",
-    "data.val_tokens": "2048",
-    "data.test_tokens": "2048",
-    "model.layers": "1",
-    "model.d_model": "64",
-    "model.heads": "4",
-    "model.context": "256",
-}
+from tests.pretended_cuda.cases import STEPS, run_words
+from tests.pretended_cuda.device import WIDEST, pretended_cuda
+from tests.pretended_cuda.kept import Kept
 
 
 class Lazy:
@@ -95,37 +77,6 @@ def phase(watched: watch.Watch, name: str, function: Callable[..., Any]) -> Call
     return counted
 
 
-class Kept:
-    """Bytes that the first block keeps for the backward pass: the most of all steps."""
-
-    def __init__(self, model: Model) -> None:
-        self._passes: list[dict[int, int]] = [{}]  # of each forward pass, by storage
-        self._is_inside = False
-        self._weights = {storage(weight) for weight in model.parameters()}
-        block = model.sharding_units()[0]  # type: ignore[index]
-        block.register_forward_pre_hook(lambda *_: self._enter())
-        block.register_forward_hook(lambda *_: self._leave())
-
-    def _enter(self) -> None:
-        self._is_inside = True
-        self._passes.append({})
-
-    def _leave(self) -> None:
-        self._is_inside = False
-
-    def pack(self, tensor: Tensor) -> Tensor:
-        """Count a tensor that is saved."""
-        if self._is_inside and tensor.device.type == "cuda":
-            number = storage(tensor)
-            if number not in self._weights:
-                self._passes[-1][number] = tensor.untyped_storage().nbytes()
-        return tensor
-
-    @property
-    def bytes(self) -> int:
-        return max(sum(storages.values()) for storages in self._passes)
-
-
 def write(state: Checkpoint) -> int:
     """Write a checkpoint with zeros for the values that there are not; return its step, read."""
 
@@ -152,14 +103,7 @@ def trace(
 
     Several runs only take their steps, as one program.
     """
-    text = folder / "corpus.txt"
-    if not text.exists():
-        text.write_text("the cat sat on the mat, and saw two dogs\n" * 400, encoding="utf-8")
-    given = WORDS | {"out": str(folder / "out"), "data.cache": str(folder / "cache")}
-    given |= {"data": "text", "data.path": str(text)} if "data" not in words else {}
-    whole = given | words
-    if whole["data"] != "text":
-        whole["data.cache"] = "null"
+    whole = run_words(words, folder)
     loop.WARM_UP = 0  # no step is waited for to measure the speed
     evaluation.EVAL_TOKENS["cuda"] = evaluation.EVAL_NUMBERS = 1024  # several batches
     blocked_loss.LOGITS_PER_BLOCK = 2**15 if blocks else 2**25
@@ -246,6 +190,12 @@ def _train(plan: RunPlan) -> dict[str, Any]:
             for _ in trainer.fit():
                 pass
         checkpoints.wait()
+        watched.phase = "full precision"  # as a map of the attention is computed
+        model.eval()
+        inputs = [
+            torch.zeros(1, n, dtype=torch.int64, device="cuda") for n in model.input_lengths()
+        ]
+        model(*inputs)
     return {
         **_noticed(watched),
         "kernel": model.kernel,

@@ -9,7 +9,8 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from tests.pretended_cuda.device import PINNED, WAITS, WIDEST, storage
+from tests.pretended_cuda.device import PINNED, WAITS, WIDEST
+from tests.pretended_cuda.kept import storage
 
 NEVER = 2**62  # what an integer on the device counts as
 # Their results have a length that depends on values.

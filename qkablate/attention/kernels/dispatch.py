@@ -1,7 +1,7 @@
 """Softmax attention by the fastest exact kernel for the shapes.
 
-The kernel is chosen once (choice.py) and then forced: there is no silent fallback to a kernel with
-different rounding. Its name is recorded and is part of the id of a run.
+The kernel is chosen once (choice.py) and then forced: in training there is no silent fallback to a
+kernel with different rounding. Its name is recorded and is part of the id of a run.
 
 flash      torch's fused kernel; the narrower of keys and values is padded with zeros
 cudnn      the same of cuDNN, on CUDA
@@ -74,6 +74,8 @@ def attend(
         return wide_attention(q_BHTE, k_BGSE, v_BGSV, scale, causal, bias)
     if kernel == "folded":
         return _folded(q_BHTE, k_BGSE, v_BGSV, scale, causal, bias, dropout)
+    if kernel in ("flash", "cudnn") and q_BHTE.is_cuda and matmul_dtype(q_BHTE).itemsize > 2:
+        kernel = "math"  # a model for 16 bits that is looked at in full precision
     (batch, heads, queries), value_width = q_BHTE.shape[:3], v_BGSV.shape[-1]
     k_BHSE, v_BHSV = _per_head(k_BGSE, heads), _per_head(v_BGSV, heads)
     if kernel in ("flash", "cudnn"):  # zeros change neither scores nor values

@@ -18,8 +18,12 @@ import triton
 import triton.language as tl
 from torch import Tensor
 from torch.autograd.function import once_differentiable
+from torch.nn.functional import pad
 
 from qkablate.attention.kernels.blocked import matmul_dtype
+
+# Of a row's width: with others the compiled kernels were wrong on an H100 in 16 bits (Triton 3.6).
+_ALIGNMENT = 16
 
 
 def wide_attention(
@@ -29,11 +33,17 @@ def wide_attention(
 
     The bias, BHTS, HTS or TS, gets no gradient.
     """
-    half = matmul_dtype(q_BHTE)
+    half, value_width = matmul_dtype(q_BHTE), v_BYSV.shape[-1]
     with torch.autocast(q_BHTE.device.type, enabled=False):
-        inputs = (_with_dense_rows(x.to(half)) for x in (q_BHTE, k_BGSE, v_BYSV))
+        inputs = (_with_dense_rows(_aligned(x.to(half))) for x in (q_BHTE, k_BGSE, v_BYSV))
         o_BHTV: Tensor = _Wide.apply(*inputs, scale, causal, bias)
-    return o_BHTV
+    return o_BHTV[..., :value_width]
+
+
+def _aligned(x: Tensor) -> Tensor:
+    """Return x with zeros up to a width that the kernels can read; they change no score."""
+    missing = -x.shape[-1] % _ALIGNMENT
+    return pad(x, (0, missing)) if missing else x
 
 
 def _with_dense_rows(x: Tensor) -> Tensor:

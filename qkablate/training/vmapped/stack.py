@@ -16,6 +16,7 @@ from qkablate.models.base import Model
 from qkablate.training import hardware
 from qkablate.training.checkpoint import Checkpoint, TrainProgress
 from qkablate.training.step import NEVER, TrainStep
+from qkablate.training.vmapped.replay import Inputs, Replay, can_replay
 
 
 class StackedStep(TrainStep):
@@ -26,11 +27,6 @@ class StackedStep(TrainStep):
     def __call__(self, step: int) -> Tensor:
         """Return the gradient norm of the step that the stack has computed."""
         return self.norm
-
-    def update(self, step: int) -> None:
-        """Update the weights as a run alone does, once it has its gradients."""
-        self._set_learning_rate(step)
-        self.optimizer.step()
 
     def checkpoint(self, progress: TrainProgress) -> Checkpoint:
         """Return an ordinary checkpoint, whose tensors share no memory with other runs."""
@@ -62,6 +58,7 @@ class RunStack:
         self.steps = list(steps)
         first = self.steps[0]
         self._config, self._device = first.config, first.device
+        self._is_cuda = self._device.startswith("cuda")
         begin, self._parts = 0, list[_Part]()
         for name, parameter in first.model.named_parameters():
             self._parts.append(_Part(name, begin, parameter.shape))
@@ -72,7 +69,7 @@ class RunStack:
         self._weights_KP = torch.empty(count, begin, device=self._device)
         self._grads_KP = torch.zeros_like(self._weights_KP)
         self._loss_sums_K = torch.zeros(count, device=self._device)
-        self._after, self._after_K = list[int](), torch.zeros(count, device=self._device)
+        self._after_K = torch.zeros(count, dtype=torch.int64, device=self._device)
         self._nonfinite_K = torch.full((count,), NEVER, device=self._device)
         for row, step in enumerate(self.steps):
             self._bind(row, step)
@@ -81,6 +78,10 @@ class RunStack:
             part.name: part.of(self._weights_KP).detach().requires_grad_() for part in self._parts
         }
         self._loss = _Loss(first.model)
+        self._replay = None
+        if can_replay(first):
+            optimizers = [step.optimizer for step in self.steps]
+            self._replay = Replay(self._compute, optimizers, self._device)
 
     @torch.no_grad()
     def _bind(self, row: int, step: StackedStep) -> None:
@@ -94,15 +95,33 @@ class RunStack:
 
     def __call__(self, numbers: Sequence[int]) -> None:
         """Compute a step of every run, each with the number of its own."""
-        config = self._config
         rows = [*range(len(self.steps)), *[0] * (len(self._weights_KP) - len(self.steps))]
-        feeds = [step.feed.take(n) for step, n in zip(self.steps, numbers, strict=True)]
-        micro_steps = config.train.grad_accum
-        for micro, batches in enumerate(zip(*[feeds[row] for row in rows], strict=True)):
-            losses_K = self._losses(batches)
-            weights = [batch.weight for batch in batches]
-            if any(weight != 1 for weight in weights):
-                losses_K = losses_K * torch.tensor(weights, device=self._device)
+        inputs = self._read(numbers, rows)
+        after_K = torch.tensor([numbers[row] + 1 for row in rows])
+        after_K = after_K.pin_memory() if self._is_cuda else after_K
+        self._after_K.copy_(after_K, non_blocking=True)
+        for step, number in zip(self.steps, numbers, strict=True):
+            step.set_learning_rate(number)
+        if self._replay is not None:
+            self._replay(inputs)
+        else:
+            self._compute([[x.to(self._device, non_blocking=True) for x in m] for m in inputs])
+
+    def _read(self, numbers: Sequence[int], rows: Sequence[int]) -> Inputs:
+        """Return what the loss of every row reads, in pinned memory for a GPU: one copy for all."""
+        read = [step.feed.read(n) for step, n in zip(self.steps, numbers, strict=True)]
+        inputs = []
+        for batches in zip(*[read[row] for row in rows], strict=True):
+            weights_K = torch.tensor([batch.weight for batch in batches])
+            tensors = [weights_K, *_stack(batches)]
+            inputs.append([x.pin_memory() for x in tensors] if self._is_cuda else tensors)
+        return inputs
+
+    def _compute(self, inputs: Inputs) -> None:
+        """Compute gradients and update all runs; this waits for nothing, so that it is replayed."""
+        micro_steps = len(inputs)
+        for micro, (weights_K, *tensors) in enumerate(inputs):
+            losses_K = self._losses(tensors) * weights_K
             grads = torch.autograd.grad(
                 (losses_K / micro_steps).sum(), [self._leaves[part.name] for part in self._parts]
             )
@@ -112,28 +131,14 @@ class RunStack:
             else:
                 torch.cat(flat, 1, out=self._grads_KP)
             self._loss_sums_K += losses_K.detach() / micro_steps
-        for step, number in zip(self.steps, numbers, strict=True):
-            step.feed.fetch_ahead(number + 1)
         self._clip()
-        for step, number in zip(self.steps, numbers, strict=True):
-            step.update(number)
-        after = [numbers[row] + 1 for row in rows]
-        if after == [number + 1 for number in self._after]:
-            self._after_K += 1  # an upload would wait for the device
-        else:
-            self._after_K = torch.tensor(after, device=self._device)
-        self._after = after
-        after_K = torch.where(torch.isfinite(self._loss_sums_K), NEVER, self._after_K)
+        for step in self.steps:
+            step.optimizer.step()
+        after_K = self._after_K.masked_fill(torch.isfinite(self._loss_sums_K), NEVER)
         torch.minimum(self._nonfinite_K, after_K, out=self._nonfinite_K)
 
-    def _losses(self, batches: Sequence[Batch]) -> Tensor:
+    def _losses(self, tensors: Sequence[Tensor]) -> Tensor:
         """Return the loss of every row, on a batch of its own."""
-        tensors = [
-            torch.stack(tensors)
-            for tensors in zip(*[(*b.inputs, b.targets_NA) for b in batches], strict=True)
-        ]
-        positions = [b.positions_NA for b in batches if b.positions_NA is not None]
-        tensors += [torch.stack(positions)] if positions else []
         with hardware.autocast(self._config), vmapped.enabled():
             losses_K: Tensor = vmap(self._loss.compute)(self._leaves, *tensors)
         return losses_K
@@ -146,6 +151,14 @@ class RunStack:
         if clip := self._config.optim.clip:
             for row, norm in enumerate(norms):
                 self._grads_KP[row] *= (clip / (norm + 1e-6)).clamp(max=1.0)
+
+
+def _stack(batches: Sequence[Batch]) -> list[Tensor]:
+    """Return the inputs, the targets and, if there are any, their positions of all batches."""
+    each = [(*b.inputs, b.targets_NA) for b in batches]
+    stacked = [torch.stack(tensors) for tensors in zip(*each, strict=True)]
+    positions = [b.positions_NA for b in batches if b.positions_NA is not None]
+    return [*stacked, torch.stack(positions)] if positions else stacked
 
 
 class _Loss(nn.Module):
