@@ -26,7 +26,7 @@ from pathlib import Path
 import compare_nanogpt as compare
 import numpy as np
 import torch
-from compare_nanogpt import SHAPES, Shape, configure, get_corpus
+from compare_nanogpt import DEFAULT, SHAPES, Shape, configure, get_corpus
 from hydra import initialize_config_dir
 
 from qkablate.compose.register import register
@@ -74,7 +74,7 @@ def matmul(folder: Path, args: argparse.Namespace) -> None:
 
 def steps(folder: Path, args: argparse.Namespace) -> None:
     """Training steps of every variant: forward, backward, optimizer."""
-    for label, shape in (*SHAPES.items(), ("long", LONG)):
+    for label, shape in (*((name, SHAPES[name]) for name in DEFAULT), ("long", LONG)):
         configs: list[Config] = []
         for name in dict.fromkeys(["standard", *args.variants]):
             try:
@@ -213,7 +213,7 @@ def many(folder: Path, args: argparse.Namespace) -> None:
 def evaluation(folder: Path, args: argparse.Namespace) -> None:
     """Time of a token in evaluation relative to training, compared with its share of the FLOPs."""
     rows = []
-    for label, shape in SHAPES.items():
+    for label, shape in ((name, SHAPES[name]) for name in DEFAULT):
         for name in ("standard", "merged_w"):
             planned = plan_run(configure(shape, name, 1000, folder))
             tokens = len(get_corpus(planned).split("val")) - 1

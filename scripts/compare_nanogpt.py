@@ -57,7 +57,12 @@ class Shape:
     steps: int  # in one round
 
 
-SHAPES = {"small": Shape(4, 128, 4, 64, 12, steps=50), "large": Shape(6, 384, 6, 256, 16, steps=4)}
+SHAPES = {
+    "small": Shape(4, 128, 4, 64, 12, steps=50),
+    "large": Shape(6, 384, 6, 256, 16, steps=4),
+    "gpt2": Shape(12, 768, 12, 1024, 16, steps=5),
+}
+DEFAULT = ("small", "large")
 
 
 class Qkablate:
@@ -168,14 +173,18 @@ def configure(shape: Shape, variant: str, steps: int, folder: Path, *more: str) 
 
 
 def make_candidates(module: Any, shape: Shape, args: argparse.Namespace, folder: Path) -> list[Any]:
-    """Return nanoGPT eager and compiled, then every variant in `auto` precision and in fp32."""
+    """Return nanoGPT eager and compiled, then every variant in `auto` precision.
+
+    On a CPU, where nanoGPT trains in fp32, in that too.
+    """
     steps = WARMUP + args.rounds * (args.steps or shape.steps)
     auto = plan_run(configure(shape, "standard", steps, folder))
     hardware.configure_process(auto.config)
     data = folder / "nanogpt.bin"
     get_corpus(auto).split("train").astype(np.uint16).tofile(data)
     candidates: list[Any] = [NanoGPT(module, auto, compiled, data) for compiled in (False, True)]
-    precisions = dict.fromkeys((auto.config.precision, "fp32"))
+    is_cuda = auto.config.device.startswith("cuda")
+    precisions = dict.fromkeys((auto.config.precision, *(() if is_cuda else ("fp32",))))
     compile_modes = dict.fromkeys((auto.config.compile, auto.config.compile or args.compile))
     for variant, precision, compiled in product(args.variants, precisions, compile_modes):
         words = (f"precision={precision}", f"compile={compiled}")
@@ -284,10 +293,10 @@ def parse_arguments() -> argparse.Namespace:
         return text.split(",")
 
     parser.add_argument("--nanogpt", type=Path, required=True, help="a checkout of nanoGPT")
-    parser.add_argument("--shapes", type=names, default=list(SHAPES), help="default: small,large")
+    parser.add_argument("--shapes", type=names, default=[*DEFAULT], help="small, large, gpt2")
     parser.add_argument("--variants", type=names, default=["standard"], help="default: standard")
     parser.add_argument("--rounds", type=int, default=9, help="rounds (default: 9)")
-    parser.add_argument("--steps", type=int, help="steps in a round (default: small 50, large 4)")
+    parser.add_argument("--steps", type=int, help="steps of a round (default: by shape)")
     parser.add_argument("--compile", action="store_true", help="also time qkablate compiled")
     args = parser.parse_args()
     for flag, values, known in (

@@ -1,17 +1,18 @@
 """Measurements on a GPU as one table to paste: `make gpu`.
 
 The tests that need a GPU; training steps of several variants, eager, compiled and as CUDA graphs,
-with launches, memory and the share of the device's peak; memory of a layer by kernel; many seeds as
-one program; and nanoGPT, if it is given. Without a GPU it ends with one line and code 2.
+with launches, memory and the share of the device's peak; memory and time of a layer by kernel; many
+seeds as one program; and nanoGPT, if it is given. Without a GPU it ends with one line and code 2.
 """
 
 import argparse
+import os
 import statistics
 import subprocess
 import sys
 import tempfile
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -20,23 +21,25 @@ from compare_nanogpt import SHAPES, Shape, configure, format_header
 from hydra import initialize_config_dir
 
 from qkablate.compose.register import register
-from qkablate.config import Config, conf_dir
-from qkablate.errors import UserError
+from qkablate.config import Config, conf_dir, variants
+from qkablate.errors import UserError, nearest_hint
 from qkablate.models.catalogue import make_attention, resolve_circuits
 from qkablate.models.cost import training_flops_per_token
 from qkablate.training import hardware
 from qkablate.training.distributed.ranks import SINGLE_PROCESS
 from qkablate.training.measure import make_training_step
 from qkablate.training.resolve import RunPlan, plan_run
+from qkablate.training.step import TrainStep
 from qkablate.training.vmapped.stack import RunStack, StackedStep
 
 ROOT = Path(__file__).parent.parent
 VOCABULARY = 256
-WARM_UP = 3
-GPT2 = Shape(12, 768, 12, 1024, 16, steps=5)
+WARM_UP = 5  # the fourth step of a program is captured
+TESTS = ("tests/training/test_gpu.py", "tests/attention/kernels/test_gpu.py")
 EXAMPLE = """examples
   make gpu
   make gpu NANOGPT=~/src/nanoGPT
+  python scripts/measure_gpu.py --sections steps,seeds --variants standard,merged_w
 """
 
 
@@ -46,16 +49,21 @@ class Settings:
 
     folder: Path
     device: str = "cuda"
-    shapes: dict[str, Shape] = field(default_factory=lambda: SHAPES | {"gpt2": GPT2})
-    long: Shape = GPT2
+    shapes: dict[str, Shape] = field(
+        default_factory=lambda: {name: SHAPES[name] for name in ("small", "gpt2")}
+    )
+    long: Shape = SHAPES["gpt2"]
     variants: tuple[str, ...] = ("standard", "merged_w", "wide_qk", "no_q")
-    modes: tuple[str, ...] = ("false", "true", "graphs")
+    # Of `compile`, by shape: where a step takes long its launches do not.
+    modes: dict[str, tuple[str, ...]] = field(
+        default_factory=lambda: {"small": ("false", "true", "graphs"), "gpt2": ("false", "true")}
+    )
     kernels: tuple[str, ...] = ("auto", "folded", "efficient", "wide")
     rounds: int = 20
     seeds: tuple[int, ...] = (1, 4, 16, 64)
     peak_size: int | None = None  # of the product that measures the device's peak
     nanogpt: Path | None = None
-    nanogpt_flags: tuple[str, ...] = ("--compile",)
+    nanogpt_flags: tuple[str, ...] = ("--compile", "--shapes", "small,gpt2")
 
     def configure(self, shape: Shape, variant: str, *words: str) -> Config:
         """Return a resolved config."""
@@ -66,7 +74,8 @@ class Settings:
 
 def run_tests(settings: Settings) -> str:
     """Run the tests that need a GPU."""
-    command = [sys.executable, "-m", "pytest", "-m", "gpu", "tests/training/test_gpu.py"]
+    workers = str(min(8, os.cpu_count() or 1))
+    command = [sys.executable, "-m", "pytest", "-m", "gpu", "-n", workers, *TESTS]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
     lines = (done.stdout + done.stderr).strip().splitlines()
     failures = [line for line in lines if line.startswith(("FAILED", "ERROR"))]
@@ -80,7 +89,7 @@ def training_steps(settings: Settings) -> str:
         measured, tokens = [], shape.batch_size * shape.context
         torch.compiler.reset()  # guards of the last shape would slow this one down
         for variant in settings.variants:
-            for mode in settings.modes:
+            for mode in settings.modes[label]:
                 try:
                     config = settings.configure(shape, variant, f"compile={mode}")
                     measured.append(_Measured(config))
@@ -150,24 +159,24 @@ def _allocated(device: str) -> int:
 
 
 def layer_memory(settings: Settings) -> str:
-    """Measure the memory of one attention layer, forward and backward."""
+    """Measure memory and time of one attention layer, forward and backward."""
     rows, notes, shape = [], [], settings.long
     for variant in settings.variants:
         for kernel in settings.kernels:
             try:
                 config = settings.configure(shape, variant, f"attention.kernel={kernel}")
-                used, chosen = _layer_memory(config)
+                used, seconds, chosen = _measure_layer(config, settings.rounds)
             except (UserError, RuntimeError) as error:
                 notes.append(f"{variant}, {kernel}: {_first_line(error)}")
                 continue
-            rows.append([variant, kernel, chosen, config.precision, _mebibytes(used)])
+            measured = [_mebibytes(used), f"{1000 * seconds:.2f}"]
+            rows.append([variant, kernel, chosen, config.precision, *measured])
     title = f"L 1, d {shape.d_model}, h {shape.heads}, T {shape.context}, B {shape.batch_size}"
-    return (
-        f"{title}\n\n{_table(['variant', 'requested', 'kernel', 'precision', 'MiB'], rows, notes)}"
-    )
+    head = ["variant", "requested", "kernel", "precision", "MiB", "ms"]
+    return f"{title}\n\n{_table(head, rows, notes)}"
 
 
-def _layer_memory(config: Config) -> tuple[int, str]:
+def _measure_layer(config: Config, rounds: int) -> tuple[int, float, str]:
     device, model = config.device, config.model
     layer = make_attention(
         model,
@@ -188,23 +197,45 @@ def _layer_memory(config: Config) -> tuple[int, str]:
         out.float().sum().backward()
 
     before = _allocated(device)
-    return measure_peak(step, device, before), layer.kernel
+    used = measure_peak(step, device, before)
+    times = [hardware.time_action(step, device) for _ in range(WARM_UP + rounds)]
+    return used, statistics.median(times[WARM_UP:]), layer.kernel
 
 
 def many_seeds(settings: Settings) -> str:
     """Measure seeds that train as one program (train.vmap), relative to one after the other."""
-    rows, notes, base = [], [], 0.0
     label, shape = next(iter(settings.shapes.items()))
+    alone = _alone_seconds(settings, shape)
+    rows, notes = [["alone", f"{1000 * alone:.2f}", "1.00", ""]], []
     for count in settings.seeds:
+        before = _allocated(settings.device)
         try:
             seconds = _program_seconds(settings, shape, count)
         except (UserError, RuntimeError) as error:
             notes.append(f"{count}: {_first_line(error)}")
             continue
-        base = base or seconds / count
-        rows.append([str(count), f"{1000 * seconds:.2f}", f"{base * count / seconds:.2f}"])
-    head = ["seeds", "ms for a step of all", "steps/s, × one seed"]
+        used = max(0, hardware.peak_memory(settings.device) - before)
+        speed = f"{alone * count / seconds:.2f}"
+        rows.append([str(count), f"{1000 * seconds:.2f}", speed, _mebibytes(used)])
+    head = ["seeds", "ms for a step of all", "steps/s, × one alone", "MiB"]
     return f"standard, {label}\n\n{_table(head, rows, notes)}"
+
+
+def _alone_seconds(settings: Settings, shape: Shape) -> float:
+    words = (f"device={settings.device}", "compile=false")
+    plan = plan_run(configure(shape, "standard", 1000, settings.folder, *words))
+    model = plan.build().to_empty(device="cpu").init_(0).to(plan.config.device)
+    step = TrainStep(plan, model, None, SINGLE_PROCESS)
+    return _median_seconds(settings, lambda number: step(number))
+
+
+def _median_seconds(settings: Settings, action: Callable[[int], object]) -> float:
+    hardware.reset_peak_memory(settings.device)
+    seconds = [
+        hardware.time_action(lambda n=number: action(n), settings.device)  # type: ignore[misc]
+        for number in range(WARM_UP + settings.rounds)
+    ]
+    return statistics.median(seconds[WARM_UP:])
 
 
 def _program_seconds(settings: Settings, shape: Shape, count: int) -> float:
@@ -216,11 +247,8 @@ def _program_seconds(settings: Settings, shape: Shape, count: int) -> float:
     device = plans[0].config.device
     models = [plan.build().to_empty(device="cpu").init_(0).to(device) for plan in plans]
     pairs = zip(plans, models, strict=True)
-    steps = [StackedStep(plan, model, None, SINGLE_PROCESS) for plan, model in pairs]
-    stack, seconds = RunStack(steps), []
-    for number in range(WARM_UP + settings.rounds):
-        seconds.append(hardware.time_action(lambda n=number: stack([n] * count), device))  # type: ignore[misc]
-    return statistics.median(seconds[WARM_UP:])
+    stack = RunStack([StackedStep(plan, model, None, SINGLE_PROCESS) for plan, model in pairs])
+    return _median_seconds(settings, lambda number: stack([number] * count))
 
 
 def nanogpt(settings: Settings) -> str:
@@ -251,17 +279,33 @@ def _first_line(error: Exception) -> str:
     return (str(error).strip() or type(error).__name__).splitlines()[0]
 
 
-SECTIONS = (run_tests, training_steps, layer_memory, many_seeds, nanogpt)
+SECTIONS = {
+    "tests": run_tests,
+    "steps": training_steps,
+    "memory": layer_memory,
+    "seeds": many_seeds,
+    "nanogpt": nanogpt,
+}
 
 
-def measure(settings: Settings, show: Callable[[str], object]) -> None:
+def measure(settings: Settings, sections: list[str], show: Callable[[str], object]) -> None:
     """Show the machine, and every section once it is done."""
     shape = next(iter(settings.shapes.values()))
     model = settings.nanogpt and settings.nanogpt / "model.py"
     show(format_header(settings.configure(shape, "standard"), model))
-    for section in SECTIONS:
+    for name in sections:
+        section = SECTIONS[name]
         show(f"\n### {(section.__doc__ or '').rstrip('.')}\n")
         show(section(settings))
+
+
+def _names(flag: str, text: str, known: Collection[str]) -> list[str]:
+    """Return the names of a list; UserError for one that is not known."""
+    names = text.split(",")
+    if wrong := next((name for name in names if name not in known), None):
+        listed = f"{', '.join(known)}{nearest_hint(wrong, known)}"
+        raise UserError(f"{flag}: '{wrong}' is not one of {listed}")
+    return names
 
 
 def main() -> None:
@@ -270,10 +314,15 @@ def main() -> None:
         epilog=EXAMPLE,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
+    everything, some = ",".join(SECTIONS), ",".join(Settings.variants)
     parser.add_argument("--nanogpt", type=Path, help="a checkout of nanoGPT to compare with")
+    parser.add_argument("--sections", default=everything, help=f"default: {everything}")
+    parser.add_argument("--variants", default=some, help=f"default: {some}")
     args = parser.parse_args()
     if not torch.cuda.is_available():
         raise UserError("torch sees no CUDA GPU here; `make bench` measures a CPU")
+    sections = _names("--sections", args.sections, SECTIONS)
+    names = tuple(_names("--variants", args.variants, variants()))
     folder = args.nanogpt and args.nanogpt.expanduser().resolve()
     if folder is not None and not (folder / "model.py").is_file():
         raise UserError(f"--nanogpt: there is no model.py in '{args.nanogpt}'")
@@ -283,7 +332,8 @@ def main() -> None:
         initialize_config_dir(str(conf_dir()), version_base="1.3"),
         tempfile.TemporaryDirectory() as temporary,
     ):
-        measure(Settings(Path(temporary), nanogpt=folder), lambda text: print(text, flush=True))
+        settings = Settings(Path(temporary), nanogpt=folder, variants=names)
+        measure(settings, sections, lambda text: print(text, flush=True))
 
 
 if __name__ == "__main__":

@@ -36,6 +36,7 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any
 
+from qkablate import __version__
 from qkablate.config import Config, Role, flatten, keys_with, read_limit
 from qkablate.config.data import is_causal_text
 from qkablate.disk import write_atomic
@@ -49,7 +50,7 @@ NUMERICS = 6  # raised whenever losses may move by a bit: old and new never shar
 CUDA_NUMERICS = 2  # the same for GPUs alone; runs of a CPU do not have it in their identity
 PROJECTION = 2  # the same for the initial weights of runs that begin from a trained one
 ENCODER_PROJECTION = 3  # the same where there is an encoder, whose source may be padded
-_PACKAGES = ("qkablate", "torch", "numpy", "hydra-core", "omegaconf", "safetensors", "wandb")
+_PACKAGES = ("torch", "numpy", "hydra-core", "omegaconf", "safetensors", "wandb")
 # Files of an attempt. The result is moved first: from then on the run counts as unfinished.
 _ATTEMPT_FILES = (
     "result.json",
@@ -351,7 +352,7 @@ def free_bytes(folder: Path) -> int:
 
 def package_versions() -> dict[str, str]:
     """Return the versions of the packages that compute and write."""
-    versions = {}
+    versions = {"qkablate": __version__}  # also where it runs from a folder
     for name in _PACKAGES:
         with suppress(metadata.PackageNotFoundError):
             versions[name] = metadata.version(name)

@@ -83,10 +83,12 @@ class TrainStep:
         self.nonfinite = torch.minimum(self.nonfinite, nonfinite)
         return norm
 
-    def set_learning_rate(self, step: int) -> None:
+    def set_learning_rate(self, step: int) -> float:
+        """Set the learning rates of a step; return the one before a group's multiplier."""
         rate = learning_rate(self.config.optim, step, int(self.config.train.steps))
         for group in self.optimizer.param_groups:
             group["lr"] = rate * group["lr_multiplier"]
+        return rate
 
     def fix_bucket_order(self, step: int) -> None:
         """Run one pass before all others, which determines DDP's order of buckets.

@@ -343,3 +343,12 @@ def test_no_circuit_reason_of_norms_and_rope():
     assert "norm" in random_layer("separate", norm="qk").no_circuit_reason
     assert "distance" in random_layer("separate", position="rope").no_circuit_reason
     assert "do not depend on x" in random_layer("static").no_circuit_reason
+
+
+def test_symmetric_w_is_the_same_where_it_is_compiled(monkeypatch):
+    """The indices of its triangle are computed in another way there."""
+    layer, x_BTD = random_layer("symmetric"), stream(5)
+    eager = layer(x_BTD)
+    monkeypatch.setattr("torch.compiler.is_compiling", lambda: True)
+    assert torch.equal(layer(x_BTD), eager)
+    check(layer, x_BTD)

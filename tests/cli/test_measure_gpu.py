@@ -50,7 +50,7 @@ def settings(tmp_path):
             shapes={"tiny": TINY},
             long=TINY,
             variants=("standard", "merged_w"),
-            modes=("false", "graphs"),
+            modes={"tiny": ("false", "graphs")},
             rounds=2,
             seeds=(1, 3),
             peak_size=32,
@@ -99,14 +99,15 @@ def test_memory_of_a_layer(settings):
         [variant, kernel] for variant in settings.variants for kernel in ("auto", "folded")
     ]
     assert {row[2] for row in rows if row[1] == "folded"} == {"folded"}
+    assert all(float(row[5]) > 0 for row in rows)
     assert text.count("efficient is a CUDA kernel") == text.count("wide is a CUDA kernel") == 2
 
 
 def test_many_seeds(settings):
     rows = cells(measure_gpu.many_seeds(settings))
-    assert [row[0] for row in rows] == ["1", "3"]
+    assert [row[0] for row in rows] == ["alone", "1", "3"]
     assert float(rows[0][2]) == 1
-    milliseconds, ratio = float(rows[1][1]), float(rows[1][2])
+    milliseconds, ratio = float(rows[2][1]), float(rows[2][2])
     assert ratio == pytest.approx(3 * float(rows[0][1]) / milliseconds, rel=0.05)
 
 
@@ -130,14 +131,27 @@ def test_nanogpt(settings, tmp_path, monkeypatch):
     assert "qkablate standard" in text
 
 
-def test_all_sections_are_shown(settings, monkeypatch):
-    monkeypatch.setattr(measure_gpu, "SECTIONS", (measure_gpu.nanogpt, measure_gpu.many_seeds))
+def test_sections_are_shown(settings):
     shown = []
-    measure_gpu.measure(settings, shown.append)
+    measure_gpu.measure(settings, ["nanogpt", "seeds"], shown.append)
     assert "threads" in shown[0]
     assert shown[1].startswith("\n### Compare with nanoGPT")
     assert shown[3].startswith("\n### Measure seeds that train as one program")
     assert shown[4].startswith("standard, tiny")
+
+
+@pytest.mark.parametrize(
+    ("words", "line"),
+    [
+        (["--sections", "steps,sedes"], "--sections: 'sedes' is not one of tests, steps, memory,"),
+        (["--variants", "standart"], "--variants: 'standart' is not one of standard,"),
+    ],
+)
+def test_unknown_names_are_one_line(monkeypatch, words, line):
+    monkeypatch.setattr("torch.cuda.is_available", lambda: True)
+    monkeypatch.setattr("sys.argv", ["measure_gpu.py", *words])
+    with pytest.raises(measure_gpu.UserError, match=re.escape(line)):
+        measure_gpu.main()
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")

@@ -121,7 +121,7 @@ class SymmetricQK(_FullMatrixQK):
     def _full(self, triangle_HE: Tensor) -> Tensor:
         """Return W_HDD from its triangle."""
         heads, d = self.spec.heads, self.spec.d_model
-        row, column = torch.triu_indices(d, d, device=triangle_HE.device)
+        row, column = _triangle_indices(d, triangle_HE.device)
         indices = (torch.arange(heads, device=row.device).unsqueeze(1), row, column)
         upper_HDD = triangle_HE.new_zeros(heads, d, d).index_put(indices, triangle_HE)
         return upper_HDD + upper_HDD.triu(1).mT
@@ -135,7 +135,7 @@ class SymmetricQK(_FullMatrixQK):
         return (full_HDD + full_HDD.diagonal(dim1=1, dim2=2).diag_embed()) / 2
 
     def _take_triangle(self, full_HDD: Tensor) -> Tensor:
-        row, column = torch.triu_indices(*full_HDD.shape[1:], device=full_HDD.device)
+        row, column = _triangle_indices(len(full_HDD[0]), full_HDD.device)
         return full_HDD[:, row, column]
 
     def set_circuit_(self, b_HDD: Tensor, u_HD: Tensor | None = None) -> None:
@@ -145,3 +145,16 @@ class SymmetricQK(_FullMatrixQK):
 
     def flops_per_token(self) -> int:
         return 2 * self.spec.heads * self.spec.d_model**2
+
+
+def _triangle_indices(d: int, device: torch.device) -> tuple[Tensor, Tensor]:
+    """Return torch.triu_indices(d, d)."""
+    if not torch.compiler.is_compiling():
+        row_E, column_E = torch.triu_indices(d, d, device=device)
+        return row_E, column_E
+    # Inductor's takes a root in fp64 for each entry, at every step.
+    rows_D = torch.arange(d, device=device)
+    starts_D = rows_D * (2 * d + 1 - rows_D) // 2
+    entries_E = torch.arange(d * (d + 1) // 2, device=device)
+    row_E = torch.bucketize(entries_E, starts_D, right=True) - 1
+    return row_E, entries_E - starts_D[row_E] + row_E

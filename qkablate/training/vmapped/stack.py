@@ -4,7 +4,7 @@ Shape suffixes: K runs, P parameters of one run.
 """
 
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -15,8 +15,10 @@ from qkablate.data import Batch
 from qkablate.models.base import Model
 from qkablate.training import hardware
 from qkablate.training.checkpoint import Checkpoint, TrainProgress
+from qkablate.training.optim.adamw import AdamW
 from qkablate.training.step import NEVER, TrainStep
-from qkablate.training.vmapped.replay import Inputs, Replay, can_replay
+from qkablate.training.vmapped.replay import Replay
+from qkablate.training.vmapped.row_adamw import Part, RowAdamW
 
 
 class StackedStep(TrainStep):
@@ -34,19 +36,6 @@ class StackedStep(TrainStep):
         return Checkpoint(progress, _clone(state.weights), _clone(state.state))
 
 
-class _Part(NamedTuple):
-    """The place of a parameter in a row."""
-
-    name: str
-    begin: int
-    shape: torch.Size
-
-    def of(self, x_KP: Tensor) -> Tensor:
-        """Return the parameter of every row, or of one."""
-        part = x_KP[..., self.begin : self.begin + self.shape.numel()]
-        return part.view(*x_KP.shape[:-1], *self.shape)
-
-
 class RunStack:
     """Parameters and gradients of several runs, a row each.
 
@@ -59,9 +48,9 @@ class RunStack:
         first = self.steps[0]
         self._config, self._device = first.config, first.device
         self._is_cuda = self._device.startswith("cuda")
-        begin, self._parts = 0, list[_Part]()
+        begin, self._parts = 0, list[Part]()
         for name, parameter in first.model.named_parameters():
-            self._parts.append(_Part(name, begin, parameter.shape))
+            self._parts.append(Part(name, begin, parameter.shape))
             begin += parameter.numel()
         count = len(self.steps)
         if not self._device.startswith("cpu"):  # the number of rows may decide which kernels run
@@ -69,7 +58,6 @@ class RunStack:
         self._weights_KP = torch.empty(count, begin, device=self._device)
         self._grads_KP = torch.zeros_like(self._weights_KP)
         self._loss_sums_K = torch.zeros(count, device=self._device)
-        self._after_K = torch.zeros(count, dtype=torch.int64, device=self._device)
         self._nonfinite_K = torch.full((count,), NEVER, device=self._device)
         for row, step in enumerate(self.steps):
             self._bind(row, step)
@@ -78,10 +66,18 @@ class RunStack:
             part.name: part.of(self._weights_KP).detach().requires_grad_() for part in self._parts
         }
         self._loss = _Loss(first.model)
-        self._replay = None
-        if can_replay(first):
-            optimizers = [step.optimizer for step in self.steps]
-            self._replay = Replay(self._compute, optimizers, self._device)
+        # A GPU would wait for the launches of so many optimizers; Muon's has no form by rows.
+        self._row_adamw = self._replay = None
+        if self._is_cuda and type(first.optimizer) is AdamW:
+            self._row_adamw = self._make_row_adamw()
+            if not first.draws_random_numbers:
+                self._replay = Replay(self._compute, self._device)
+
+    def _make_row_adamw(self) -> RowAdamW:
+        steps, count = self.steps, len(self.steps)
+        places = [dict(zip(s.model.parameters(), self._parts, strict=True)) for s in steps]
+        optimizers = [step.optimizer for step in steps]
+        return RowAdamW(optimizers, places, self._weights_KP[:count], self._grads_KP[:count])
 
     @torch.no_grad()
     def _bind(self, row: int, step: StackedStep) -> None:
@@ -95,32 +91,34 @@ class RunStack:
 
     def __call__(self, numbers: Sequence[int]) -> None:
         """Compute a step of every run, each with the number of its own."""
-        rows = [*range(len(self.steps)), *[0] * (len(self._weights_KP) - len(self.steps))]
-        inputs = self._read(numbers, rows)
-        after_K = torch.tensor([numbers[row] + 1 for row in rows])
-        after_K = after_K.pin_memory() if self._is_cuda else after_K
-        self._after_K.copy_(after_K, non_blocking=True)
+        rates = []
         for step, number in zip(self.steps, numbers, strict=True):
-            step.set_learning_rate(number)
-        if self._replay is not None:
-            self._replay(inputs)
+            rates.append(step.set_learning_rate(number))
+        rows = [*range(len(self.steps)), *[0] * (len(self._weights_KP) - len(self.steps))]
+        after_K = torch.tensor([numbers[row] + 1 for row in rows])
+        inputs = [torch.tensor(rates), after_K, *self._read(numbers, rows)]
+        if self._is_cuda:  # one copy for all, which the host does not wait for
+            inputs = [x.pin_memory() for x in inputs]
+        if self._replay is None:
+            self._compute([x.to(self._device, non_blocking=True) for x in inputs])
         else:
-            self._compute([[x.to(self._device, non_blocking=True) for x in m] for m in inputs])
+            self._replay(inputs)
 
-    def _read(self, numbers: Sequence[int], rows: Sequence[int]) -> Inputs:
-        """Return what the loss of every row reads, in pinned memory for a GPU: one copy for all."""
+    def _read(self, numbers: Sequence[int], rows: Sequence[int]) -> list[Tensor]:
+        """Return what the losses of each micro-step read, one after the other."""
         read = [step.feed.read(n) for step, n in zip(self.steps, numbers, strict=True)]
-        inputs = []
+        inputs: list[Tensor] = []
         for batches in zip(*[read[row] for row in rows], strict=True):
-            weights_K = torch.tensor([batch.weight for batch in batches])
-            tensors = [weights_K, *_stack(batches)]
-            inputs.append([x.pin_memory() for x in tensors] if self._is_cuda else tensors)
+            inputs += [torch.tensor([batch.weight for batch in batches]), *_stack(batches)]
         return inputs
 
-    def _compute(self, inputs: Inputs) -> None:
+    def _compute(self, inputs: Sequence[Tensor]) -> None:
         """Compute gradients and update all runs; this waits for nothing, so that it is replayed."""
-        micro_steps = len(inputs)
-        for micro, (weights_K, *tensors) in enumerate(inputs):
+        rates_K, after_K, *read = inputs
+        micro_steps = self._config.train.grad_accum
+        size = len(read) // micro_steps
+        for micro in range(micro_steps):
+            weights_K, *tensors = read[micro * size : (micro + 1) * size]
             losses_K = self._losses(tensors) * weights_K
             grads = torch.autograd.grad(
                 (losses_K / micro_steps).sum(), [self._leaves[part.name] for part in self._parts]
@@ -132,9 +130,12 @@ class RunStack:
                 torch.cat(flat, 1, out=self._grads_KP)
             self._loss_sums_K += losses_K.detach() / micro_steps
         self._clip()
-        for step in self.steps:
-            step.optimizer.step()
-        after_K = self._after_K.masked_fill(torch.isfinite(self._loss_sums_K), NEVER)
+        if self._row_adamw is None:
+            for step in self.steps:
+                step.optimizer.step()
+        else:
+            self._row_adamw.step(rates_K)
+        after_K = after_K.masked_fill(torch.isfinite(self._loss_sums_K), NEVER)
         torch.minimum(self._nonfinite_K, after_K, out=self._nonfinite_K)
 
     def _losses(self, tensors: Sequence[Tensor]) -> Tensor:
@@ -145,12 +146,19 @@ class RunStack:
 
     def _clip(self) -> None:
         """Clip the gradient of each run by its own norm."""
-        norms = [torch.linalg.vector_norm(self._grads_KP[k]) for k in range(len(self.steps))]
+        clip = self._config.optim.clip
+        if self._is_cuda:  # of all rows: their number may decide about the order of a sum
+            norms_K = torch.linalg.vector_norm(self._grads_KP, dim=1)
+            norms = list(norms_K[: len(self.steps)])
+            if clip:
+                self._grads_KP *= (clip / (norms_K + 1e-6)).clamp(max=1.0)[:, None]
+        else:
+            norms = [torch.linalg.vector_norm(self._grads_KP[k]) for k in range(len(self.steps))]
+            for row, norm in enumerate(norms):
+                if clip:
+                    self._grads_KP[row] *= (clip / (norm + 1e-6)).clamp(max=1.0)
         for step, norm in zip(self.steps, norms, strict=True):
             step.norm = norm
-        if clip := self._config.optim.clip:
-            for row, norm in enumerate(norms):
-                self._grads_KP[row] *= (clip / (norm + 1e-6)).clamp(max=1.0)
 
 
 def _stack(batches: Sequence[Batch]) -> list[Tensor]:
