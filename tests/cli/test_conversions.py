@@ -1,7 +1,10 @@
 """`qkablate project` with several variants, as a user types it."""
 
+import importlib.util
 import json
 import math
+import os
+import shutil
 from pathlib import Path
 
 import pytest
@@ -104,6 +107,21 @@ def test_same_runs_as_of_single_projections(qkablate, outputs):
     assert before == sorted([folders["continued"], folders["projected"]])
     converted(qkablate, RUNS[0], "variant=no_q", "finetune.steps=4", "--table")
     assert sorted(path.name for path in (outputs / "runs").glob("finetuned-*")) == before
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(
+    importlib.util.find_spec("ray") is None and not os.environ.get("QKABLATE_NEEDS_RAY"),
+    reason="Ray is not installed",
+)
+def test_conversions_on_a_cluster_are_those_of_this_machine(qkablate, outputs, tmp_path):
+    """Trained there, they have the same losses to the last bit, in one table."""
+    words = [RUNS[0], "variant=no_q,merged_w", "finetune.steps=4"]
+    other = shutil.copytree(outputs, tmp_path / "other", symlinks=True)
+    here = converted(qkablate, *words)
+    there = converted(qkablate, *words, "engine=ray", f"out={other}")
+    assert there["variants"] == here["variants"]
+    assert len({*other.glob("runs/finetuned-*/result.json")}) == 3
 
 
 @pytest.mark.slow

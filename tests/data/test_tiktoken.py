@@ -15,11 +15,14 @@ from http.server import BaseHTTPRequestHandler, HTTPServer
 
 import numpy as np
 import pytest
+import torch
+from torch.nn import functional as F
 
 from qkablate.config import DataConfig
 from qkablate.data import network, tokenizers
 from qkablate.data.corpus import open_corpus
 from qkablate.errors import UserError
+from tests.pretrained.published import write_published
 
 URL = "https://openaipublic.blob.core.windows.net"
 TEXT = "héllo the then other ∑𝄞 \r\n\n\t  12345 <|endoftext|> \u2028\x85 don't\n"
@@ -278,3 +281,44 @@ def test_invalid_address_is_unreachable(address):
 @pytest.mark.filterwarnings("error::pytest.PytestUnhandledThreadExceptionWarning")
 def test_server_without_http_is_unreachable(answering):
     assert not network.is_reachable(answering(b"something else\r\n\r\n"), timeout=30)
+
+
+def test_imported_gpt2_is_evaluated_on_its_own_tokens(qkablate, tmp_path, cache):
+    """It has as many as GPT-2; the text is encoded by the files that tiktoken has here."""
+    put(cache, files("gpt2"))
+    model = write_published(tmp_path / "published", vocabulary=50257)
+    assert qkablate("import", str(tmp_path / "published"), "as=mine").code == 0
+    text = tmp_path / "a.txt"
+    text.write_bytes(TEXT.encode() * 300)
+    words = [f"data.path={text}", f"data.cache={tmp_path / 'c'}", "data.tokenizer=gpt2"]
+    done = qkablate("eval", "mine", "data=text", *words, "--split", "val", "--json")
+    assert done.code == 0, done.err
+    (found,) = json.loads(done.out)["evaluations"]
+    config = DataConfig(source="text", path=str(text), cache=str(tmp_path / "c"), tokenizer="gpt2")
+    tokens = torch.from_numpy(open_corpus(config).split("val").astype(np.int64))
+    losses = []
+    for start in range(0, len(tokens) - 1, 16):  # the context of the model
+        window = tokens[start : start + 17]
+        with torch.no_grad():
+            logits = model(window[None, :-1])[0]
+        losses += F.cross_entropy(logits, window[1:], reduction="none").tolist()
+    assert found["answers"] == len(losses) == len(tokens) - 1
+    assert found["loss"] == pytest.approx(np.mean(losses), rel=1e-5)
+    assert found["loss"] == pytest.approx(np.log(50257), rel=0.2)
+    size = len(tokenizers.load_tokenizer({"name": "gpt2"}).decode(tokens[1:].numpy()))
+    expected = np.sum(losses) / np.log(2) / size
+    assert found["bits_per_byte"] == pytest.approx(expected, rel=1e-3)
+
+
+@pytest.mark.slow
+def test_imported_gpt2_is_converted_on_its_own_tokens(qkablate, tmp_path, cache):
+    put(cache, files("gpt2"))
+    write_published(tmp_path / "published", vocabulary=50257)
+    assert qkablate("import", str(tmp_path / "published"), "as=mine").code == 0
+    text = tmp_path / "a.txt"
+    text.write_bytes(TEXT.encode() * 300)
+    words = [f"data.path={text}", f"data.cache={tmp_path / 'c'}", "data.tokenizer=gpt2"]
+    words += ["data=text", "finetune.steps=2", "train.batch_size=2", "tracking.wandb=disabled"]
+    done = qkablate("project", "mine", "variant=no_q", *words, "threads=1", "--json")
+    assert done.code == 0, done.err
+    assert qkablate("inspect", "mine", "data=text", *words[:3]).code == 0

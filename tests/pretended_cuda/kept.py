@@ -1,4 +1,4 @@
-"""What a block keeps for the backward pass, on a pretended device or on one that is there."""
+"""Measure what a block keeps for the backward pass, on a pretended device or a real one."""
 
 from torch import Tensor
 

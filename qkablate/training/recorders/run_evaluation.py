@@ -87,9 +87,12 @@ def open_run_data(restored: RestoredRun, requested: DataConfig | None, cache: st
     if not isinstance(data, Corpus):  # a text may be shorter than the context
         data.check_context(config.model.context)
     own = read_json(restored.folder / "tokenizer.json")
-    if data.vocabulary != restored.model.vocabulary or (
-        own is not None and data.tokenizer is not None and data.tokenizer != own
-    ):
+    other = data.tokenizer
+    # That of an imported run is known by its name alone, which says nothing of its version.
+    is_same = (
+        own is None or other is None or (isinstance(own, dict) and own.items() <= other.items())
+    )
+    if data.vocabulary != restored.model.vocabulary or not is_same:
         hint = "; its own tokenizer was not imported" if is_unknown else ""
         raise UserError(
             f"data: {data.name} has {data.vocabulary:,} tokens, and this run was trained on"
