@@ -35,7 +35,10 @@ from qkablate.training.vmapped.stack import RunStack, StackedStep
 ROOT = Path(__file__).parent.parent
 VOCABULARY = 256
 WARM_UP = 5  # the fourth step of a program is captured
-TESTS = ("tests/training/test_gpu.py", "tests/attention/kernels/test_gpu.py")
+TESTS = (
+    *("tests/training/test_gpu.py", "tests/training/test_feed.py"),
+    "tests/attention/kernels/test_gpu.py",
+)
 EXAMPLE = """examples
   make gpu
   make gpu NANOGPT=~/src/nanoGPT

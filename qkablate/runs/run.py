@@ -47,7 +47,7 @@ from qkablate.runs.listing import describe_runs
 from qkablate.runs.records import read_result
 
 NUMERICS = 6  # raised whenever losses may move by a bit: old and new never share a run
-CUDA_NUMERICS = 2  # the same for GPUs alone; runs of a CPU do not have it in their identity
+CUDA_NUMERICS = 3  # the same for GPUs alone; runs of a CPU do not have it in their identity
 PROJECTION = 2  # the same for the initial weights of runs that begin from a trained one
 ENCODER_PROJECTION = 3  # the same where there is an encoder, whose source may be padded
 _PACKAGES = ("torch", "numpy", "hydra-core", "omegaconf", "safetensors", "wandb")

@@ -17,7 +17,6 @@ ctypes.CDLL(str(build_library()))
 import numpy as np  # noqa: E402
 import torch  # noqa: E402
 from torch import Tensor  # noqa: E402
-from torch._subclasses.fake_impls import register_op_impl  # noqa: E402
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode  # noqa: E402
 from torch.nn import functional as F  # noqa: E402
 
@@ -128,11 +127,6 @@ def pretended_cuda(capability: tuple[int, int]) -> Iterator[None]:
     PINNED.clear()
     with FakeTensorMode(allow_non_fake_inputs=True):
         yield
-
-
-@register_op_impl(aten._fused_adamw_.tensor_lr)
-def _update_by_a_rate_on_the_device(*_: Any, **__: Any) -> None:
-    """Change values alone."""
 
 
 def _install() -> None:

@@ -11,7 +11,7 @@ import torch
 
 from qkablate.attention.kernels.choice import Gpu
 from qkablate.compose.configs import make_config, open_hydra
-from qkablate.config import variants
+from qkablate.config import DataConfig, variants
 from qkablate.models import blocked_loss
 from qkablate.training import hardware, loop
 from qkablate.training.checkpoint import Checkpoint, TrainProgress
@@ -21,6 +21,7 @@ from qkablate.training.resolve import plan_run
 from qkablate.training.session import train_run
 from qkablate.training.vmapped import replay
 from qkablate.training.vmapped.program import Member, train_program
+from qkablate.training.vmapped.stack import RunStack
 from tests.conftest import TINY
 from tests.pretended_cuda.cases import CASES, CHOSEN, FORMS, PRECISIONS, Case, run_words
 from tests.pretended_cuda.kept import Kept
@@ -240,17 +241,45 @@ def test_vmapped_runs_do_not_depend_on_their_company(tmp_path):
     assert losses[0] == losses[1]
 
 
-@pytest.mark.parametrize("variant", ["standard", "merged_w"])
-def test_replayed_steps_are_those_that_are_launched(tmp_path, monkeypatch, variant):
+PROGRAMS = [
+    *({"variant": name} for name in variants()),
+    {"train": {"grad_accum": 3}},
+    {"optim": {"clip": 0.0, "schedule": "wsd"}},
+    {"data": DataConfig(source="add", val_tokens=512, test_tokens=512), "model": {"context": 13}},
+    {"precision": "bf16", "model": {"position": "alibi"}},
+]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("settings", PROGRAMS, ids=str)
+def test_replayed_steps_are_those_that_are_launched(tmp_path, monkeypatch, settings):
     losses = []
     for warm_up in (replay.WARM_UP, 10**6):
         monkeypatch.setattr(replay, "WARM_UP", warm_up)
-        plans = make_plans(tmp_path, 2, variant=variant, device="cuda", out=f"after_{warm_up}")
+        plans = make_plans(tmp_path, 2, device="cuda", out=f"after_{warm_up}", **settings)
         members = [Member(plan) for plan in plans]
         train_program(members)
         results = [json.loads((p.run.folder / "result.json").read_text()) for p in plans]
         losses.append([result["loss"] for result in results])
     assert losses[0] == losses[1]
+
+
+def test_a_run_that_diverges_changes_no_bit_of_a_replayed_program(tmp_path, monkeypatch):
+    """It ends before the others, which go on with a graph of their own."""
+    calm = make_plans(tmp_path, 2, device="cuda", out="calm")
+    train_program([Member(plan) for plan in calm])
+    call = RunStack.__call__
+
+    def poison(self, numbers):
+        if numbers[0] == 5 and len(numbers) == 2:
+            next(self.steps[1].model.parameters()).data.fill_(torch.nan)
+        call(self, numbers)
+
+    monkeypatch.setattr(RunStack, "__call__", poison)
+    plans = make_plans(tmp_path, 2, device="cuda", out="poisoned")
+    train_program([Member(plan) for plan in plans])
+    assert plans[1].run.result["status"] == "diverged"
+    assert_identical(plans[0].run.folder, calm[0].run.folder)
 
 
 def test_vmapped_training_resumes_bit_identically(tmp_path, monkeypatch):

@@ -176,7 +176,7 @@ def _reasons(kernel: str, shapes: Shapes, gpu: Gpu | None) -> Iterator[str]:
     if kernel == "cudnn" and gpu and not gpu.cudnn:
         yield "needs cuDNN, and deterministic=false"
     if kernel == "cudnn" and shapes.dropout * 16 % 1:
-        yield f"draws dropout in sixteenths, and {shapes.dropout} is none"
+        yield f"takes dropout in sixteenths only, not {shapes.dropout}"
     most = CUDNN_WIDTH if kernel == "cudnn" else _max_flash_width(capability)
     if max(widths) > most:
         yield f"needs widths up to {most} on {sm}, not {max(widths)}"

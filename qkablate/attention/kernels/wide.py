@@ -23,6 +23,7 @@ from torch.nn.functional import pad
 from qkablate.attention.kernels.blocked import matmul_dtype
 
 # Of a row's width: with others the compiled kernels were wrong on an H100 in 16 bits (Triton 3.6).
+# In fp32, too, so that there is one way.
 _ALIGNMENT = 16
 
 

@@ -135,7 +135,7 @@ class SymmetricQK(_FullMatrixQK):
         return (full_HDD + full_HDD.diagonal(dim1=1, dim2=2).diag_embed()) / 2
 
     def _take_triangle(self, full_HDD: Tensor) -> Tensor:
-        row, column = _triangle_indices(len(full_HDD[0]), full_HDD.device)
+        row, column = _triangle_indices(full_HDD.shape[-1], full_HDD.device)
         return full_HDD[:, row, column]
 
     def set_circuit_(self, b_HDD: Tensor, u_HD: Tensor | None = None) -> None:

@@ -1,5 +1,6 @@
 """A computation on a GPU as a CUDA graph, which one launch replays."""
 
+import functools
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -15,26 +16,39 @@ class Replay:
     All that differs between calls must be in the inputs, or in place on the device.
     """
 
-    def __init__(self, compute: Callable[[Sequence[Tensor]], None], device: str) -> None:
-        self._compute, self._device = compute, device
+    def __init__(self, device: str) -> None:
+        self._device = device
         self._inputs: list[Tensor] = []
         self._graph: Any = None
         self._launched = 0
 
-    def __call__(self, inputs: Sequence[Tensor]) -> None:
-        """Compute; the inputs are in pinned memory."""
+    def __call__(
+        self, compute: Callable[[Sequence[Tensor]], None], inputs: Sequence[Tensor]
+    ) -> None:
+        """Compute, the same every time; the inputs are in pinned memory."""
         if not self._inputs:
             self._inputs = [x.to(self._device, non_blocking=True) for x in inputs]
         else:
             for place, x in zip(self._inputs, inputs, strict=True):
+                assert (place.shape, place.dtype) == (x.shape, x.dtype)  # a copy would broadcast
                 place.copy_(x, non_blocking=True)
         if self._launched < WARM_UP:
             self._launched += 1
-            self._compute(self._inputs)
+            compute(self._inputs)
             return
         if self._graph is None:
-            self._graph = torch.cuda.CUDAGraph()
+            graph, stream = torch.cuda.CUDAGraph(), _capture_stream(self._device)
             # Another thread may write a checkpoint meanwhile.
-            with torch.cuda.graph(self._graph, capture_error_mode="thread_local"):
-                self._compute(self._inputs)
+            with torch.cuda.graph(graph, stream=stream, capture_error_mode="thread_local"):
+                compute(self._inputs)
+            self._graph = graph
         self._graph.replay()
+
+
+@functools.cache
+def _capture_stream(device: str) -> torch.cuda.Stream:
+    """Return a stream of the device: torch's own is of the first device that captured.
+
+    One for all graphs, since cuBLAS keeps memory for each stream.
+    """
+    return torch.cuda.Stream(device)

@@ -80,7 +80,10 @@ class RowAdamW:
 
     @torch.no_grad()
     def step(self, rates_K: Tensor) -> None:
-        """Update all runs by their gradients, with learning rates before the multipliers."""
+        """Update all runs by their gradients, with learning rates before the multipliers.
+
+        The gradients are overwritten, for lack of memory.
+        """
         self._steps_KN += 1
         steps_K1, rates_K1 = self._steps_KN[:, :1], rates_K[:, None]
         # 1 − β^t; the power itself would round most of it away in fp32.
@@ -90,9 +93,11 @@ class RowAdamW:
         self._first_KP.lerp_(self._grads_KP, 1 - self._betas[0])
         self._second_KP.mul_(self._betas[1])
         self._second_KP.addcmul_(self._grads_KP, self._grads_KP, value=1 - self._betas[1])
-        sizes_KP = self._second_KP.sqrt().div_(second_K1.sqrt()).add_(self._eps)
-        updates_KP = torch.div(self._first_KP, sizes_KP, out=sizes_KP).mul_(self._rates_KP)
-        self._weights_KP.mul_(1 - rates_K1 * self._decays_KP)
+        sizes_KP = torch.sqrt(self._second_KP, out=self._grads_KP).div_(second_K1.sqrt())
+        updates_KP = torch.div(self._first_KP, sizes_KP.add_(self._eps), out=self._grads_KP)
+        updates_KP *= self._rates_KP
+        decays_KP = rates_K1 * self._decays_KP
+        self._weights_KP.addcmul_(self._weights_KP, decays_KP, value=-1)
         self._weights_KP.addcmul_(updates_KP, rates_K1 / first_K1, value=-1)
 
 

@@ -71,7 +71,7 @@ class RunStack:
         if self._is_cuda and type(first.optimizer) is AdamW:
             self._row_adamw = self._make_row_adamw()
             if not first.draws_random_numbers:
-                self._replay = Replay(self._compute, self._device)
+                self._replay = Replay(self._device)
 
     def _make_row_adamw(self) -> RowAdamW:
         steps, count = self.steps, len(self.steps)
@@ -97,12 +97,12 @@ class RunStack:
         rows = [*range(len(self.steps)), *[0] * (len(self._weights_KP) - len(self.steps))]
         after_K = torch.tensor([numbers[row] + 1 for row in rows])
         inputs = [torch.tensor(rates), after_K, *self._read(numbers, rows)]
-        if self._is_cuda:  # one copy for all, which the host does not wait for
+        if self._is_cuda:  # so that the host does not wait for the copies
             inputs = [x.pin_memory() for x in inputs]
         if self._replay is None:
             self._compute([x.to(self._device, non_blocking=True) for x in inputs])
         else:
-            self._replay(inputs)
+            self._replay(self._compute, inputs)
 
     def _read(self, numbers: Sequence[int], rows: Sequence[int]) -> list[Tensor]:
         """Return what the losses of each micro-step read, one after the other."""
@@ -129,6 +129,7 @@ class RunStack:
             else:
                 torch.cat(flat, 1, out=self._grads_KP)
             self._loss_sums_K += losses_K.detach() / micro_steps
+            del grads, flat
         self._clip()
         if self._row_adamw is None:
             for step in self.steps:

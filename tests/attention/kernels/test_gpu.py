@@ -104,3 +104,6 @@ def test_every_kernel_matches_the_reference(variant, position):
                 assert error < TOLERANCES[precision], (precision, kernel, layer.kernel, name, error)
     if position != "rope":
         assert {(precision, "auto") for precision in DTYPES} <= met
+    if variant == "standard" and torch.cuda.get_device_capability() >= (8, 0):
+        half = {*KERNELS} - ({"flash", "cudnn"} if position == "alibi" else set())
+        assert {kernel for precision, kernel in met if precision == "bf16"} >= half

@@ -1,5 +1,7 @@
 """The joint step: parity with single runs, and independence of the runs from each other."""
 
+import gc
+import weakref
 from dataclasses import replace
 
 import pytest
@@ -10,6 +12,7 @@ from qkablate.training.checkpoint import TrainProgress
 from qkablate.training.distributed.ranks import SINGLE_PROCESS
 from qkablate.training.optim import learning_rate, make_optimizer
 from qkablate.training.step import TrainStep
+from qkablate.training.vmapped.replay import Replay
 from qkablate.training.vmapped.stack import RunStack, StackedStep
 from tests.training.vmapped.helpers import make_plans
 
@@ -207,3 +210,18 @@ def test_runs_with_other_rates_of_their_circuits_train_together(tmp_path):
 def with_circuit_rate(plan, rate):
     variant = replace(plan.config.variant, lr=rate)
     return replace(plan, config=replace(plan.config, variant=variant))
+
+
+def test_memory_of_a_stack_is_freed_with_it(tmp_path):
+    """Without waiting for the garbage collector: another takes its place on the same GPU."""
+    steps = make_steps(make_plans(tmp_path, 2), StackedStep)
+    stack = RunStack(steps)
+    stack._replay = Replay("cpu")  # which launches its first calls
+    stack([0, 0])
+    left = weakref.ref(stack)
+    gc.disable()
+    try:
+        del stack
+        assert left() is None
+    finally:
+        gc.enable()
