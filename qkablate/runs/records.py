@@ -126,7 +126,8 @@ def _is_valid(result: Mapping[str, Any]) -> bool:
         return False
     if status not in ("done", "diverged", "failed") or not isinstance(loss, dict):
         return False
-    numbers = [result.get("tokens"), result.get("seconds"), result.get("packed", 1)]
+    numbers = [result.get("tokens"), result.get("seconds")]
+    numbers += [result.get("packed", 1), result.get("program_runs", 1)]
     numbers.append(result.get("test_tokens") or 0)  # None: the whole split
     if status == "done":
         numbers += [loss.get("val"), 0 if loss.get("test", "") is None else loss.get("test")]

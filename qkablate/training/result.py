@@ -74,7 +74,9 @@ def _measure_chance(plan: RunPlan) -> float | None:
     return plan.data.chance
 
 
-def make_base_result(plan: RunPlan, packed: int, processes: int = 1) -> dict[str, Any]:
+def make_base_result(
+    plan: RunPlan, packed: int, processes: int = 1, program_runs: int = 1
+) -> dict[str, Any]:
     """Return the content of result.json before training."""
     config, model = plan.config, plan.config.model
     limit, test_limit = (read_limit(config, split) for split in ("val", "test"))
@@ -118,6 +120,7 @@ def make_base_result(plan: RunPlan, packed: int, processes: int = 1) -> dict[str
         "loss_blocks": plan.loss_blocks,
         "compile": config.compile,
         "vmap": config.train.vmap != 1,  # trained with other runs as one program
+        "program_runs": program_runs,  # runs of the program, which share its seconds
         "threads": config.threads,
         "processes": processes,
         "data_fingerprint": plan.data.fingerprint,

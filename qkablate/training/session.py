@@ -137,6 +137,7 @@ def train_session(
     ranks: Ranks,
     branching: Branching,
     *,
+    program_runs: int = 1,
     make_step: StepFactory = TrainStep,
     is_recoverable: Callable[[Exception], bool] = lambda _: False,
 ) -> Session:
@@ -153,7 +154,7 @@ def train_session(
     environment.write(plan, ranks.count)
     _send_job(ranks, plan)
     notes += _remove_failure(run)
-    content = result.make_base_result(plan, packed, ranks.count)
+    content = result.make_base_result(plan, packed, ranks.count, program_runs)
     trainer: Trainer | None = None
     branched: checkpoint.Checkpoint | None = None
     with ExitStack() as stack:

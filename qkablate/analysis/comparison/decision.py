@@ -9,7 +9,6 @@ from qkablate.analysis.comparison.gaps import Gap, is_sensitive
 from qkablate.analysis.comparison.lr_curves import LrCurve
 from qkablate.analysis.stats import ALPHA, MIN_PAIRS
 from qkablate.analysis.study.study import Study
-from qkablate.runs.records import is_number
 from qkablate.sweeps.planning.tuning import TUNING_RUNS
 
 
@@ -158,7 +157,7 @@ def plan_tuning(study: Study) -> TuningPlan | None:
         given.append(f"optim.lr={rates[len(rates) // 2]:g}")
     arms = {entry.settings_without("variant.lr") for entry in study.entries}
     runs = len(arms) * (TUNING_RUNS + len({record.seeds for record in study.records}))
-    seconds = [float(s) for record in study.records if is_number(s := record.facts.get("seconds"))]
+    seconds = [s for record in study.records if (s := record.training_seconds) is not None]
     total = runs * statistics.fmean(seconds) if seconds else None
     # The finished sweep keeps its name: two of one name would be ambiguous.
     given += [f"sweep.name={manifest.name}-tuned", "sweep.tune=true"]

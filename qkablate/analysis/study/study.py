@@ -37,7 +37,7 @@ Seeds = tuple[tuple[str, int], ...]  # equal for the two runs of a pair
 # Fields of result.json.
 _FACTS = ["precision", "matmul", "device", "kernel", "compile", "threads", "data_fingerprint"]
 _FACTS += ["test_tokens", "steps", "seconds", "packed", "attempt", "version", "chance", "ended"]
-_FACTS += ["vmap"]
+_FACTS += ["vmap", "program_runs"]
 _FACTS += [TEXT_REFERENCES]
 
 
@@ -64,6 +64,12 @@ class Record:
     def loss(self) -> float | None:
         """Test loss of a run that is done."""
         return self.test if self.status == "done" else None
+
+    @property
+    def training_seconds(self) -> float | None:
+        """Seconds of training; of a vmapped run its share of those of its program."""
+        seconds, runs = self.facts.get("seconds"), self.facts.get("program_runs")
+        return float(seconds) / max(1, runs or 1) if is_number(seconds) else None
 
     @cached_property
     def loss_curves(self) -> dict[str, LossCurve]:

@@ -13,7 +13,6 @@ from qkablate.analysis.publication.archive import SUFFIX
 from qkablate.analysis.publication.unpack import open_archives, unpacked_claims
 from qkablate.report.section import Section
 from qkablate.report.text.claims import make_part_table
-from qkablate.runs.records import is_number
 
 RESULTS = "results"  # the folder of the archives in that of the study
 
@@ -73,8 +72,8 @@ class StudiedClaim:
     @property
     def minutes(self) -> float:
         """Minutes of training of all its runs, added up."""
-        seconds = (record.facts.get("seconds") for record in self.judgement.study.all_records)
-        return math.fsum(float(s) for s in seconds if is_number(s)) / 60
+        seconds = (record.training_seconds for record in self.judgement.study.all_records)
+        return math.fsum(s for s in seconds if s is not None) / 60
 
 
 def read_claims(study: Path) -> list[StudiedClaim]:

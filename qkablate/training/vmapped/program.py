@@ -92,6 +92,7 @@ class _Session:
                 member.packed,
                 SINGLE_PROCESS,
                 member.branching,
+                program_runs=self.count,
                 make_step=self._make_step,
                 is_recoverable=self._is_recoverable,
             )

@@ -117,6 +117,9 @@ def test_cost_of_tuning_counts_the_arms_without_their_circuit_rates(cached_world
     plan = describe_study(world.study()).tuning
     assert plan.runs == 2 * (21 + 4)
     assert plan.seconds == plan.runs * 1.0  # each result says 1.0 s
+    for run in world.runs():
+        world.write(run, {"program_runs": 4})
+    assert describe_study(world.study()).tuning.seconds == plan.runs * 0.25
     assert plan.command[0] == "sweep"
     assert plan.command[-1] == "sweep.tune=true"
     assert not any(word.startswith("variant.lr") for word in plan.command)

@@ -189,6 +189,7 @@ BROKEN = {
     "tokens no float": {"tokens": HUGE},
     "seconds NaN": {"seconds": math.nan},
     "packed a word": {"packed": "two"},
+    "a program of a word": {"program_runs": "two"},
     "diverged nowhere": {"status": "diverged", "diverged_at": None},
     "another run": {"id": "0123456789ab"},
     "nobody's": {"id": None},

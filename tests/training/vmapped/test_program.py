@@ -59,6 +59,7 @@ def test_each_run_is_that_of_its_own_config(tmp_path, undisturbed):
         assert names[0] == names[1]
         result = json.loads((folder / "result.json").read_text())
         assert result["vmap"] is True
+        assert (result["program_runs"], plan.run.result["program_runs"]) == (3, 1)
         assert result["id"] != plan.run.id
         assert plan.run.result["vmap"] is False
 
