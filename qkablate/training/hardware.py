@@ -291,10 +291,15 @@ def synchronize(device: str) -> None:
 
 
 def is_out_of_memory(error: BaseException) -> bool:
-    """Return whether memory ran out; on a CPU only torch's message says so."""
+    """Return whether memory ran out; on a CPU only torch's message says so.
+
+    Where it does while a CUDA graph is captured, the end of the capture raises an error of its own.
+    """
     if isinstance(error, (torch.OutOfMemoryError, MemoryError)):
         return True
-    return isinstance(error, RuntimeError) and "can't allocate memory" in str(error)
+    if isinstance(error, RuntimeError) and "can't allocate memory" in str(error):
+        return True
+    return error.__context__ is not None and is_out_of_memory(error.__context__)
 
 
 def free_memory() -> float:

@@ -11,7 +11,13 @@ from qkablate.attention.kernels import matmul
 from qkablate.attention.kernels.choice import Gpu
 from qkablate.config import Config, ModelConfig, TrainConfig
 from qkablate.errors import UserError
-from qkablate.training.hardware import compile_loss, find_gpu, measure_peak_flops, resolve
+from qkablate.training.hardware import (
+    compile_loss,
+    find_gpu,
+    is_out_of_memory,
+    measure_peak_flops,
+    resolve,
+)
 
 INTEL = {"cpu_name": "Intel Xeon"}
 
@@ -196,3 +202,23 @@ def test_the_peak_is_measured_with_numbers_that_differ(monkeypatch):
         assert operand.shape == (64, 64)
         assert operand.dtype == torch.bfloat16
         assert len(operand.unique()) > 500
+
+
+class Capture:
+    """Ends with an error of its own after one within it, as the capture of a CUDA graph does."""
+
+    def __enter__(self):
+        return self
+
+    def __exit__(self, *_):
+        raise RuntimeError("operation failed due to a previous error during capture")
+
+
+@pytest.mark.parametrize(
+    ("error", "says"), [(torch.OutOfMemoryError("no memory"), True), (ValueError("no"), False)]
+)
+def test_memory_that_runs_out_in_a_capture_is_seen(error, says):
+    with pytest.raises(RuntimeError, match="during capture") as caught, Capture():
+        raise error
+    assert is_out_of_memory(caught.value) is says
+    assert is_out_of_memory(error) is says

@@ -65,8 +65,11 @@ def _gpu_memory(device: str) -> float:
 
 
 def bytes_per_run(config: Config, params: int) -> float:
-    """Return a bound of the memory of a run in a program: weights, moments and activations."""
+    """Return a bound of the memory of a run in a program: weights, moments and activations.
+
+    The gradients are there twice: as autograd returns them, and as one row.
+    """
     model = config.model
     width = 24 * model.d_model + 2 * model.heads * model.context
     layers = model.layers * (3 if model.form == "encoder_decoder" else 1)
-    return 16.0 * params + 4.0 * config.train.batch_size * model.context * layers * width
+    return 20.0 * params + 4.0 * config.train.batch_size * model.context * layers * width
