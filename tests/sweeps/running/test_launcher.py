@@ -7,10 +7,12 @@ import random
 import signal
 import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
 from qkablate.cli import main
+from qkablate.sweeps.running.launcher import needs_more_memory
 from tests.sweeps.run_checks import assert_same, final_state, results, status, wait_for_progress
 
 KILLS = 10  # `make torture` has more
@@ -132,6 +134,17 @@ def test_run_out_of_memory_is_retried_alone_once(qkablate, local_grid, circuit):
     assert states == {("starves_once", 0): "done", ("starves", 0): "failed"}
     assert [state["packed"] for state in found["states"]] == [1, 1]
     assert done.err.count("again, alone") == 2
+
+
+@pytest.mark.parametrize(
+    ("device", "packed", "program_runs", "says"),
+    [("cpu", 1, 1, False), ("cpu", 4, 4, True), ("cuda", 4, 4, False), ("cuda", 8, 4, True)],
+)
+def test_run_out_of_memory_is_retried_if_that_may_help(device, packed, program_runs, says):
+    """Alone it needs less than beside other processes, and on a CPU than in a program."""
+    facts = {"device": device, "packed": packed, "program_runs": program_runs}
+    assert needs_more_memory(SimpleNamespace(result={"out_of_memory": True, **facts})) is says
+    assert not needs_more_memory(SimpleNamespace(result={"out_of_memory": False, **facts}))
 
 
 @pytest.mark.slow
