@@ -22,6 +22,7 @@ from qkablate.analysis.study.study import Entry, Seeds
 from qkablate.table import format_count
 
 MIN_SIZES = MIN_LENGTHS = 3
+_BUDGETS_PER_DOUBLING = 4
 _MIN_HELD_OUT_SIZES = 4  # from which a law is fitted without the largest
 _BEYOND = f"is beyond {REACH:g} times what was trained, or below 1/{REACH:g} of it"
 
@@ -68,8 +69,9 @@ class ScalingSummary:
     laws: list[LawSummary]
     params: float  # of the largest arm
     tokens: float  # of its longest training
-    flops: float  # of both
+    flops: float  # of that training
     compute: Gain | None = None
+    compute_flops: float = 0.0  # for which that is: the most within reach, up to `flops`
     parameters: Gain | None = None
     training_tokens: Gain | None = None
     asymptote: Estimate | None = None  # gap after infinitely many tokens: an extrapolation
@@ -130,13 +132,18 @@ def _fit(names: tuple[str, str], gaps: Sequence[Gap]) -> GridFit:
         [[entry.tuning_variance for entry in side] for side in sides],
     )
     place = _Place(summary.params, float(of_baseline.params), summary.tokens, summary.flops)
+    least = min(gap.arm.arm.train_flops for gap in gaps)
+    compute_flops, compute = find_largest_budget(
+        lambda flops: refits.measure(replace(place, flops=flops).compute), place.flops, least
+    )
     asymptote = fit_asymptote([gap for gap in gaps if gap.arm.arm.params == largest.params])
     summary = replace(
         summary,
         laws=described,
-        compute=refits.measure(place.compute),
-        parameters=refits.measure(place.parameters),
-        training_tokens=refits.measure(place.training_tokens),
+        compute=_gain(compute),
+        compute_flops=compute_flops,
+        parameters=_gain(refits.measure(place.parameters)),
+        training_tokens=_gain(refits.measure(place.training_tokens)),
         asymptote=None if asymptote is None else describe_sample(asymptote.sample),
     )
     return GridFit(summary, laws, gaps, asymptote)
@@ -167,7 +174,7 @@ def _find_lack(gaps: Sequence[Gap], lengths: Counter[int], seeds: Sequence[Seeds
 
 @dataclass(frozen=True)
 class _Place:
-    """The largest, longest run, at which an arm is compared with its baseline.
+    """The run at which an arm is compared with its baseline: the largest, longest one.
 
     Each measure returns the logarithm of a factor, or the reason why it is out of reach.
     """
@@ -234,20 +241,42 @@ class _Refits:
                     moved.append((pair, by, variance))
         return moved
 
-    def measure(self, measure: Measure) -> Gain:
-        """Return a factor with its interval, or the reason why it is unknown."""
+    def measure(self, measure: Measure) -> Sample | str:
+        """Return the pseudo-values of ln of a factor, or the reason why it is unknown."""
         sample = jackknife(measure, self.laws, self._jackknifed)
         if isinstance(sample, str):
-            return Gain(None, reason=sample)
+            return sample
         whole, extra = measure(*self.laws), 0.0
         for pair, by, variance in self._moved:
             moved = measure(*pair)
             if isinstance(moved, str) or isinstance(whole, str):
-                return Gain(None, reason=f"{moved}, within the error of tuning")
+                return f"{moved}, within the error of tuning"
             extra += ((moved - whole) / by) ** 2 * variance
-        sample = replace(sample, extra_variance=extra)
-        ends = sample.interval()
-        return Gain(math.exp(sample.mean), ends and (math.exp(ends[0]), math.exp(ends[1])))
+        return replace(sample, extra_variance=extra)
+
+
+def _gain(sample: Sample | str) -> Gain:
+    """Return the factor whose logarithms a sample has."""
+    if isinstance(sample, str):
+        return Gain(None, reason=sample)
+    ends = sample.interval()
+    return Gain(math.exp(sample.mean), ends and (math.exp(ends[0]), math.exp(ends[1])))
+
+
+def find_largest_budget(
+    measure: Callable[[float], Sample | str], most: float, least: float
+) -> tuple[float, Sample | str]:
+    """Return the largest compute budget for which a gain is known, in FLOPs, with the gain.
+
+    The best sizes for the budget of the largest, longest run may lie out of reach. If there is
+    none, the reason is that for the largest.
+    """
+    for step in range(int(_BUDGETS_PER_DOUBLING * math.log2(most / least)) + 1):
+        flops = most * 2.0 ** (-step / _BUDGETS_PER_DOUBLING)
+        sample = measure(flops)
+        if not isinstance(sample, str):
+            return flops, sample
+    return most, measure(most)
 
 
 def jackknife(

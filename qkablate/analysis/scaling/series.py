@@ -88,10 +88,10 @@ def _place(gap: Gap) -> tuple[int, int, int]:
 
 def _name_grids(grids: Sequence[Sequence[Gap]]) -> list[tuple[str, str]]:
     """Return a name for the arm and for the baseline of each grid, with what tells them apart."""
-    settings = [{**gaps[0].arm.arm.overrides, "optim.lr": f"{gaps[0].arm.rate}"} for gaps in grids]
-    keys = {key for own in settings for key in own} - {"variant", *_GRID_KEYS, "model.heads"}
     names = []
     for side in ("arm", "baseline"):
+        settings = [_own_settings(getattr(gaps[0], side)) for gaps in grids]
+        keys = {key for own in settings for key in own} - {"variant", *_GRID_KEYS, "model.heads"}
         first = [_grid_name(gaps, side) for gaps in grids]
         for number, name in enumerate(first):
             alike = [settings[i] for i, other in enumerate(first) if other == name]
@@ -99,6 +99,12 @@ def _name_grids(grids: Sequence[Sequence[Gap]]) -> list[tuple[str, str]]:
             parts = (f"{key.rpartition('.')[2]}={settings[number].get(key)}" for key in told)
             names.append("-".join([name, *parts]))
     return [*zip(names[: len(grids)], names[len(grids) :], strict=True)]
+
+
+def _own_settings(entry: Entry) -> dict[str, str]:
+    """Return the settings that tell an entry from others; its rate if it is no tuned one."""
+    has_one_rate = entry.name == entry.arm.name
+    return {**entry.arm.overrides, **({} if has_one_rate else {"optim.lr": f"{entry.rate}"})}
 
 
 def _group(gaps: Sequence[Gap], keys: tuple[str, ...]) -> list[list[Gap]]:

@@ -25,18 +25,24 @@ def make_scaling_tables(
     if not summaries:
         return []
     warned = {gap.arm: [check for check in gap.audit if check.is_warning] for gap in gaps}
-    rows, unknown = [], []
+    rows, remarks = [], []
     for summary in summaries:
         at = f"{format_short(summary.params)} × {format_short(summary.tokens)}"
         cells = [summary.arm, summary.baseline, at]
         if summary.reason:
-            unknown.append(f"{summary.arm}: no answer: {summary.reason}")
+            remarks.append(f"{summary.arm}: no answer: {summary.reason}")
             cells += ["–"] * (len(_HEAD) - 4)
         else:
             for name, gain in summary.gains.items():
                 cells += _format_gain(gain)
                 if gain.times is None:
-                    unknown.append(f"{summary.arm}, {name}: {gain.reason}")
+                    remarks.append(f"{summary.arm}, {name}: {gain.reason}")
+            if summary.compute and summary.compute.times and summary.compute_flops < summary.flops:
+                remarks.append(
+                    f"{summary.arm}, compute: for {format_short(summary.compute_flops)}FLOP, the"
+                    " most whose best size and length are within reach; the largest run took"
+                    f" {format_short(summary.flops)}FLOP"
+                )
             cells.append(_format_limit(summary.asymptote))
         rows.append([*cells, str(summary.seeds)])
     notes = [
@@ -47,7 +53,7 @@ def make_scaling_tables(
         " them",
     ]
     is_answered = any(gain.times is not None for s in summaries for gain in s.gains.values())
-    notes = [*(notes if is_answered else []), *dict.fromkeys(unknown)]
+    notes = [*(notes if is_answered else []), *dict.fromkeys(remarks)]
     notes += [
         f"! {summary.arm}: {check.name}: {check.message}"
         for summary in summaries

@@ -8,7 +8,7 @@ import pytest
 
 from qkablate.analysis.comparison.gaps import find_families
 from qkablate.analysis.scaling.compute_gain import fit_grids, jackknife
-from tests.analysis.scaling.truths import TRUTHS, cover, noiseless_gain
+from tests.analysis.scaling.truths import SHORT, TRUTHS, cover, noiseless_gain
 from tests.analysis.worlds import describe_checked
 
 GRID = ("variant=standard,no_q", "seed=range(5)", "train.steps=12,24,48,96")
@@ -209,4 +209,14 @@ def test_interval_of_the_compute_gain_covers_the_truth(truth):
     """3 sizes × 4 lengths × 5 seeds; 93 % at least, within three standard errors of 150 studies."""
     found = cover(truth, seeds=5, noise=0.005, studies=150)
     assert found.given > 0.9 * found.studies
+    assert found.part == 1  # of the budget of the largest run
+    assert found.rate > 0.93 - 3 * math.sqrt(0.93 * 0.07 / found.given)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("truth", ["equal", "a higher floor"])
+def test_interval_covers_where_the_largest_budget_is_out_of_reach(truth):
+    found = cover(truth, seeds=5, noise=0.005, studies=100, lengths=SHORT)
+    assert found.given > 0.9 * found.studies
+    assert 0.1 < found.part < 0.5
     assert found.rate > 0.93 - 3 * math.sqrt(0.93 * 0.07 / found.given)
