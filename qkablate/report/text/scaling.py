@@ -102,6 +102,6 @@ def _law_table(laws: Sequence[LawSummary]) -> Table:
         f"! {law.arm}: the law misses its losses by {law.residual / law.error:.0f} standard errors:"
         " it does not hold here, and no interval counts that"
         for law in laws
-        if law.residual > _BAD_FIT * law.error
+        if law.error and law.residual > _BAD_FIT * law.error
     ]
     return Table("scaling laws of the test loss", _LAW_HEAD, rows, notes)

@@ -17,11 +17,11 @@ E, A, ALPHA, B, BETA = 1.2, 100.0, 0.4, 30.0, 0.35  # the best sizes are among t
 WORTH = 0.8  # tokens of the arm count for less
 
 
-def law(params, tokens):
-    return E + A * params**-ALPHA + B * tokens**-BETA
+def law(params, tokens, size_term=A):
+    return E + size_term * params**-ALPHA + B * tokens**-BETA
 
 
-def finish(world, noise=0.0, worth=WORTH):
+def finish(world, noise=0.0, worth=WORTH, size_term=A):
     """End every run with the loss of the law, plus what its seed and the run itself add."""
     rng = np.random.default_rng(1)
     of_seed = rng.normal(0, noise, 100)
@@ -30,7 +30,7 @@ def finish(world, noise=0.0, worth=WORTH):
         arm = world.manifest.arms[run.arm]
         tokens = arm.tokens * (worth if arm.variant == "no_q" else 1)
         own = rng.normal(0, noise / 2)
-        return law(arm.params, tokens) + of_seed[run.changes["seed"]] + own
+        return law(arm.params, tokens, size_term) + of_seed[run.changes["seed"]] + own
 
     return world.finish(loss)
 
@@ -220,3 +220,34 @@ def test_interval_covers_where_the_largest_budget_is_out_of_reach(truth):
     assert found.given > 0.9 * found.studies
     assert 0.1 < found.part < 0.5
     assert found.rate > 0.93 - 3 * math.sqrt(0.93 * 0.07 / found.given)
+
+
+def test_tuned_arms_share_the_law_of_their_baseline(cached_world):
+    """Its name says nothing of the rates, which were chosen for each arm and size."""
+    words = ("variant=standard,no_q,qk_norm", *GRID[1:], SIZES, "sweep.tune=true")
+    world = cached_world(*words)
+    best = {"standard": 1.0, "no_q": 2.0, "qk_norm": 0.5}
+
+    def loss(run):
+        arm = world.manifest.arms[run.arm]
+        factor = run.changes["optim.lr"] / float(arm.config.optim.lr) / best[arm.variant]
+        circuit = run.changes.get("variant.lr", 1.0)
+        return law(arm.params, arm.tokens) + math.log(factor) ** 2 + math.log(circuit) ** 2
+
+    summaries = [fit.summary for fit in fit_grids(find_families(world.finish(loss).study()))]
+    assert {s.arm for s in summaries} == {"no_q-h2", "qk_norm-h2"}
+    assert {s.baseline for s in summaries} == {"standard-h2"}
+    assert len({law for s in summaries for law in s.laws}) == 3
+
+
+def test_compute_is_compared_where_the_best_size_is_within_reach(grid):
+    """Where size matters little, the best one for the largest budget is small and trains long."""
+    fit = only_fit(finish(grid, size_term=A / 4))
+    summary = fit.summary
+    assert summary.compute.times is not None
+    assert summary.compute_flops < summary.flops / 2
+    (low, high), times = summary.compute.interval, summary.compute.times
+    assert low <= times <= high
+    arm, baseline = fit.laws
+    needed = baseline.least_flops(arm.lowest_loss(summary.compute_flops))
+    assert times == pytest.approx(needed / summary.compute_flops, rel=0.01)

@@ -2,7 +2,7 @@
 
 from qkablate.report.section import Section
 from qkablate.report.text.scaling import make_scaling_tables
-from tests.analysis.scaling.test_compute_gain import GRID, SIZES, finish
+from tests.analysis.scaling.test_compute_gain import GRID, SIZES, A, finish
 
 
 def tables(world):
@@ -25,3 +25,9 @@ def test_refusals_stand_alone(cached_world):
     (worth,) = tables(finish(cached_world(*GRID, "model.d_model=16,32")))
     (note,) = worth.notes
     assert note.startswith("no_q-h2: no answer: 2 sizes × 4 lengths of training")
+
+
+def test_budget_below_that_of_the_largest_run_is_named(cached_world):
+    worth, _ = tables(finish(cached_world(*GRID, SIZES), size_term=A / 4))
+    (note,) = [note for note in worth.notes if note.startswith("no_q-h2, compute: for ")]
+    assert "FLOP, the most whose best size and length are within reach; the largest run" in note
