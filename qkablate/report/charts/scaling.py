@@ -18,20 +18,14 @@ _LEVELS = 5  # lines of equal loss
 def scaling_chart(section: Section) -> Chart | None:
     """Chart the scaling laws of each arm beside its baseline's."""
     fits = [fit for fit in section.grid_fits if fit.laws]
-    panels = [
-        panel
-        for fit in fits
-        for panel in (
-            _frontier_panel(section, fit),
-            _iso_loss_panel(section, fit),
-            _horizon_panel(section, fit),
-        )
-    ]
+    # By kind, so that arms stand side by side.
+    kinds = _frontier_panel, _iso_loss_panel, _horizon_panel
+    panels = [make_panel(section, fit) for make_panel in kinds for fit in fits]
     caption = (
-        "First: mean test loss of every size and length (points) and the lowest loss that each law"
-        " gives for a compute budget (lines); left and lower is better. Second: sizes and lengths"
-        f" of equal loss, within {REACH:g} times those that were trained. Third: the gap at the"
-        " largest size by length of training, measured (points) and fitted (line); dashed: after"
+        "Loss by compute: the mean test loss of every size and length (points) and the lowest loss"
+        " that each law gives for a compute budget (lines); left and lower is better. Equal loss:"
+        f" sizes and lengths that have it, within {REACH:g} times those that were trained. Gap by"
+        " length: at the largest size, measured (points) and fitted (line); dashed: after"
         " infinitely many tokens, an extrapolation, with its 95 % interval."
     )
     return Chart("scaling", "Scaling laws", caption, panels) if panels else None
