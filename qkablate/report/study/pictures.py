@@ -20,7 +20,7 @@ from qkablate.report.text.setting import format_setting
 from qkablate.strict_json import hash_json
 
 ANSWERS = "answers"  # name of the picture of all claims
-_FARTHEST = 6.0  # margins from zero: longer intervals are cut there
+_FARTHEST, _EDGE = 6.0, 7.0  # margins from zero: longer intervals are cut, and pale to the edge
 _CLIP = re.compile(r"\bclip\d+\b")
 _MARK = "<!-- data sha256 {} -->\n"
 
@@ -80,7 +80,9 @@ def answers_chart(claims: list[StudiedClaim]) -> Chart | None:
     names = [row["arm"] for row in rows]
     y = base.arm_axis(names)
     title = "measured / claimed margin (left: better than the baseline, right: worse)"
-    x = base.number_axis("gap", title, zero=True, nice=True)
+    has_open = any(row["open_below"] or row["open_above"] for row in rows)
+    ends = {"domain": [-_EDGE, _EDGE], "nice": False} if has_open else {"zero": True, "nice": True}
+    x = base.number_axis("gap", title, **ends)
     ink = {"color": {"value": "var(--ink)"}}
     encoding = {"x": x, "y": y}
     margins = [{"arm": row["arm"], "at": at} for row in rows for at in row["edges"]]
@@ -90,14 +92,17 @@ def answers_chart(claims: list[StudiedClaim]) -> Chart | None:
         base.make_layer("tick", margin, margins, thickness=3, size=20, color="var(--warn)"),
         *base.open_intervals(rows, y, ink),
         *base.interval_layer("rule", "x", rows, encoding, strokeWidth=3, color="var(--ink)"),
-        base.make_layer("point", encoding, filled=True, size=70, color="var(--ink)"),
+        base.make_layer(
+            *("point", {"x": x | {"field": "estimate"}, "y": y}),
+            **{"filled": True, "size": 70, "color": "var(--ink)"},
+        ),
     ]
     panel = base.make_panel("", rows, layers, base.ROW_HEIGHT * (len(rows) + 1))
     caption = (
         "Each part of each claim: estimate and interval at its level, divided by the claimed margin"
         " (thick mark). An interval on the claimed side of its mark supports the part."
     )
-    if any(row["open_below"] or row["open_above"] for row in rows):
+    if has_open:
         caption += f" Pale: beyond {_FARTHEST:g} margins, or without a bound, as runs diverged."
     return Chart(ANSWERS, "What the claims claimed, and what was measured", caption, [panel])
 
@@ -113,12 +118,18 @@ def _rows(studied: StudiedClaim) -> list[Spec]:
         mean, low, high = (end / part.margin for end in (part.sample.mean, *interval))
         below = part.open_below or low < -_FARTHEST
         above = part.open_above or high > _FARTHEST
+        estimate = base.round_digits(mean, 4) if abs(mean) <= _FARTHEST else None
         low, high, mean = (max(-_FARTHEST, min(_FARTHEST, end)) for end in (low, high, mean))
         edges = {"noninferior": [1], "worse": [1], "better": [-1]}.get(part.kind, [-1, 1])
         label = f"{studied.claim.name}: {part.name}: {judged.word}"
         rows.append(
             {"arm": label, "gap": base.round_digits(mean, 4), "edges": edges}
             | {"low": base.round_digits(low, 4), "high": base.round_digits(high, 4)}
-            | {"open_below": below, "open_above": above, "estimate": "", "verdict": judged.word}
+            | {
+                "open_below": below,
+                "open_above": above,
+                "estimate": estimate,
+                "verdict": judged.word,
+            }
         )
     return rows

@@ -1,7 +1,12 @@
 """Pictures of the study."""
 
+from types import SimpleNamespace
+
+import pytest
+
+from qkablate.analysis.stats import Sample
 from qkablate.report.charts.base import Chart, ChartPanel
-from qkablate.report.study.pictures import hash_chart
+from qkablate.report.study.pictures import answers_chart, hash_chart
 
 
 def test_checksum_does_not_depend_on_the_last_digits():
@@ -12,3 +17,29 @@ def test_checksum_does_not_depend_on_the_last_digits():
     ]
     first, second, other = (hash_chart(chart, "", "") for chart in charts)
     assert first == second != other
+
+
+def answer(*values):
+    """Return a claim that has ended, of one part with a margin of 0.01."""
+    part = SimpleNamespace(sample=Sample(values), margin=0.01, open_below=False, open_above=False)
+    part.kind, part.name = "worse", "part"
+    judged = SimpleNamespace(part=part, word="SUPPORTED")
+    judgement = SimpleNamespace(has_ended=True, parts=[judged], alpha=0.05)
+    return SimpleNamespace(claim=SimpleNamespace(name="claim"), judgement=judgement)
+
+
+@pytest.mark.parametrize(
+    ("values", "ends", "estimate"),
+    [
+        ((0.019, 0.02, 0.021), (False, False), 2.0),
+        ((-0.05, 0.02, 0.15), (True, True), 4.0),
+        ((0.19, 0.2, 0.21), (False, True), None),  # a point would stand at another number
+    ],
+)
+def test_what_lies_beyond_the_edge_of_the_answers_is_pale(values, ends, estimate):
+    chart = answers_chart([answer(*values)])
+    (row,) = chart.panels[0].spec["data"]["values"]
+    assert (row["open_below"], row["open_above"]) == ends
+    assert row["estimate"] == (None if estimate is None else pytest.approx(estimate))
+    assert -6 <= row["low"] <= row["high"] <= 6
+    assert ("Pale: beyond 6 margins" in chart.caption) is any(ends)
