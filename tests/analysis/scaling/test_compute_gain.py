@@ -241,7 +241,7 @@ def test_tuned_arms_share_the_law_of_their_baseline(cached_world):
 
 
 def test_compute_is_compared_where_the_best_size_is_within_reach(grid):
-    """Where size matters little, the best one for the largest budget is small and trains long."""
+    """The best size for the largest budget is small and trains long where size matters little."""
     fit = only_fit(finish(grid, size_term=A / 4))
     summary = fit.summary
     assert summary.compute.times is not None
