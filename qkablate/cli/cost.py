@@ -161,9 +161,10 @@ def _measure(configs: list[Config], costs: list[Cost], vocabulary: int) -> None:
 def _fits_memory(config: Config, params: int) -> bool:
     """Return whether this machine has the memory to train so many parameters, and say if not."""
     from qkablate.training import hardware
-    from qkablate.training.measure import BYTES_PER_PARAMETER, free_bytes
+    from qkablate.training.measure import free_bytes
 
-    required, free = BYTES_PER_PARAMETER * params, free_bytes(hardware.resolve(config).device)
+    required = hardware.BYTES_PER_PARAMETER * params
+    free = free_bytes(hardware.resolve(config).device)
     if required > free:
         print(
             f"training it takes {format_bytes(required)} of memory, and {format_bytes(free)} are"

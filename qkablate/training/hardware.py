@@ -22,6 +22,7 @@ from qkablate.config import Config
 from qkablate.config.compilation import compiling_pays
 from qkablate.errors import ImpossibleConfig, UserError
 
+BYTES_PER_PARAMETER = 16  # weights, gradients, two moments
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 
@@ -293,13 +294,15 @@ def synchronize(device: str) -> None:
 def is_out_of_memory(error: BaseException) -> bool:
     """Return whether memory ran out; on a CPU only torch's message says so.
 
-    Where it does while a CUDA graph is captured, the end of the capture raises an error of its own.
+    A RuntimeError counts, too, that was raised while such a one was handled: the end of the capture
+    of a CUDA graph raises one.
     """
     if isinstance(error, (torch.OutOfMemoryError, MemoryError)):
         return True
-    if isinstance(error, RuntimeError) and "can't allocate memory" in str(error):
-        return True
-    return error.__context__ is not None and is_out_of_memory(error.__context__)
+    if not isinstance(error, RuntimeError):
+        return False
+    cause = None if error.__suppress_context__ else error.__context__
+    return "can't allocate memory" in str(error) or (cause is not None and is_out_of_memory(cause))
 
 
 def free_memory() -> float:

@@ -25,7 +25,6 @@ from qkablate.training.resolve import build_empty_model
 WARM_UP = 2
 SECONDS = 60.0  # for all models together, within these numbers of rounds
 MIN_ROUNDS, MAX_ROUNDS = 3, 30
-BYTES_PER_PARAMETER = 16  # weights, gradients, two moments
 
 
 @dataclass(frozen=True)
@@ -72,7 +71,7 @@ def free_bytes(device: str) -> float:
 
 def check_memory(params: Sequence[int], device: str) -> None:
     """Raise UserError if the models do not fit into memory together."""
-    required, free = BYTES_PER_PARAMETER * sum(params), free_bytes(device)
+    required, free = hardware.BYTES_PER_PARAMETER * sum(params), free_bytes(device)
     if required > free:
         raise UserError(
             f"--measure: these {len(params)} models need {required / 2**30:,.1f} GB together, and"

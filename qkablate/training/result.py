@@ -120,7 +120,7 @@ def make_base_result(
         "loss_blocks": plan.loss_blocks,
         "compile": config.compile,
         "vmap": config.train.vmap != 1,  # trained with other runs as one program
-        "program_runs": program_runs,  # runs of the program, which share its seconds
+        "program_runs": program_runs,  # of its last program, which share the seconds of that
         "threads": config.threads,
         "processes": processes,
         "data_fingerprint": plan.data.fingerprint,

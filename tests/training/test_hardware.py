@@ -222,3 +222,9 @@ def test_memory_that_runs_out_in_a_capture_is_seen(error, says):
         raise error
     assert is_out_of_memory(caught.value) is says
     assert is_out_of_memory(error) is says
+
+
+@pytest.mark.parametrize("error", [UserError("a mistake"), OSError("a full disk")])
+def test_other_errors_while_memory_runs_out_are_their_own(error):
+    error.__context__ = torch.OutOfMemoryError("no memory")
+    assert not is_out_of_memory(error)

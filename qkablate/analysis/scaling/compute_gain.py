@@ -35,7 +35,7 @@ class Gain:
 
     times: float | None  # None: unknown, with the reason
     interval: Interval | None = None
-    reason: str = ""
+    reason: str = ""  # or why it is not known at the largest run, but for less compute
 
 
 @dataclass(frozen=True)
@@ -57,7 +57,10 @@ class LawSummary:
 
 @dataclass(frozen=True)
 class ScalingSummary:
-    """Scaling laws of an arm and its baseline, and what the arm is worth at the largest run."""
+    """Scaling laws of an arm and its baseline, and what the arm is worth.
+
+    Parameters and tokens are compared at the largest, longest run; compute for its FLOPs, or fewer.
+    """
 
     arm: str
     baseline: str
@@ -71,7 +74,7 @@ class ScalingSummary:
     tokens: float  # of its longest training
     flops: float  # of that training
     compute: Gain | None = None
-    compute_flops: float = 0.0  # for which that is: the most within reach, up to `flops`
+    compute_flops: float | None = None  # for which that is: the most within reach, up to `flops`
     parameters: Gain | None = None
     training_tokens: Gain | None = None
     asymptote: Estimate | None = None  # gap after infinitely many tokens: an extrapolation
@@ -133,17 +136,17 @@ def _fit(names: tuple[str, str], gaps: Sequence[Gap]) -> GridFit:
     )
     place = _Place(summary.params, float(of_baseline.params), summary.tokens, summary.flops)
     least = min(gap.arm.arm.train_flops for gap in gaps)
-    compute_flops, compute = find_largest_budget(
+    compute_flops, compute, reason = find_largest_budget(
         lambda flops: refits.measure(replace(place, flops=flops).compute), place.flops, least
     )
     asymptote = fit_asymptote([gap for gap in gaps if gap.arm.arm.params == largest.params])
     summary = replace(
         summary,
         laws=described,
-        compute=_gain(compute),
-        compute_flops=compute_flops,
-        parameters=_gain(refits.measure(place.parameters)),
-        training_tokens=_gain(refits.measure(place.training_tokens)),
+        compute=_make_gain(compute, reason),
+        compute_flops=None if isinstance(compute, str) else compute_flops,
+        parameters=_make_gain(refits.measure(place.parameters)),
+        training_tokens=_make_gain(refits.measure(place.training_tokens)),
         asymptote=None if asymptote is None else describe_sample(asymptote.sample),
     )
     return GridFit(summary, laws, gaps, asymptote)
@@ -174,7 +177,7 @@ def _find_lack(gaps: Sequence[Gap], lengths: Counter[int], seeds: Sequence[Seeds
 
 @dataclass(frozen=True)
 class _Place:
-    """The run at which an arm is compared with its baseline: the largest, longest one.
+    """The place of a comparison: an arm's largest, longest run, or fewer FLOPs than it took.
 
     Each measure returns the logarithm of a factor, or the reason why it is out of reach.
     """
@@ -255,28 +258,33 @@ class _Refits:
         return replace(sample, extra_variance=extra)
 
 
-def _gain(sample: Sample | str) -> Gain:
-    """Return the factor whose logarithms a sample has."""
+def _make_gain(sample: Sample | str, reason: str = "") -> Gain:
+    """Return the factor whose logarithms a sample has, and why it has none at the largest run."""
     if isinstance(sample, str):
         return Gain(None, reason=sample)
     ends = sample.interval()
-    return Gain(math.exp(sample.mean), ends and (math.exp(ends[0]), math.exp(ends[1])))
+    interval = ends and (math.exp(ends[0]), math.exp(ends[1]))
+    return Gain(math.exp(sample.mean), interval, reason)
 
 
 def find_largest_budget(
     measure: Callable[[float], Sample | str], most: float, least: float
-) -> tuple[float, Sample | str]:
+) -> tuple[float, Sample | str, str]:
     """Return the largest compute budget for which a gain is known, in FLOPs, with the gain.
 
+    Last is the reason why it is unknown for the largest of all, or ''.
+
     The best sizes for the budget of the largest, longest run may lie out of reach. If there is
-    none, the reason is that for the largest.
+    none, the reason is that for the largest, down to the smallest.
     """
+    first = measure(most)
+    reason = first if isinstance(first, str) else ""
     for step in range(int(_BUDGETS_PER_DOUBLING * math.log2(most / least)) + 1):
         flops = most * 2.0 ** (-step / _BUDGETS_PER_DOUBLING)
-        sample = measure(flops)
+        sample = measure(flops) if step else first
         if not isinstance(sample, str):
-            return flops, sample
-    return most, measure(most)
+            return flops, sample, reason
+    return most, f"{reason}, nor is it within reach for a smaller budget", reason
 
 
 def jackknife(

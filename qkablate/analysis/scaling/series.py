@@ -90,7 +90,7 @@ def _name_grids(grids: Sequence[Sequence[Gap]]) -> list[tuple[str, str]]:
     """Return a name for the arm and for the baseline of each grid, with what tells them apart."""
     names = []
     for side in ("arm", "baseline"):
-        settings = [_own_settings(getattr(gaps[0], side)) for gaps in grids]
+        settings = [_find_settings(getattr(gaps[0], side)) for gaps in grids]
         keys = {key for own in settings for key in own} - {"variant", *_GRID_KEYS, "model.heads"}
         first = [_grid_name(gaps, side) for gaps in grids]
         for number, name in enumerate(first):
@@ -101,10 +101,10 @@ def _name_grids(grids: Sequence[Sequence[Gap]]) -> list[tuple[str, str]]:
     return [*zip(names[: len(grids)], names[len(grids) :], strict=True)]
 
 
-def _own_settings(entry: Entry) -> dict[str, str]:
-    """Return the settings that tell an entry from others; its rate if it is no tuned one."""
-    has_one_rate = entry.name == entry.arm.name
-    return {**entry.arm.overrides, **({} if has_one_rate else {"optim.lr": f"{entry.rate}"})}
+def _find_settings(entry: Entry) -> dict[str, str]:
+    """Return the settings that tell an entry from others, with its rate where that does."""
+    rate = {"optim.lr": f"{entry.rate}"} if entry.has_rate_in_name else {}
+    return {**entry.arm.overrides, **rate}
 
 
 def _group(gaps: Sequence[Gap], keys: tuple[str, ...]) -> list[list[Gap]]:
@@ -130,8 +130,8 @@ def _group_key(gap: Gap, keys: tuple[str, ...]) -> tuple[object, ...]:
     solved = ["model.mlp_ratio"] if gap.arm.arm.controls != ["none"] else []
     ignored = (*keys, *solved, "threads", "optim.lr")
     shared = [entry.settings_without(*ignored) for entry in gap.sides]
-    one_rate = gap.arm.name == gap.arm.arm.name
-    return str(shared), tuple(gap.arm.arm.controls), None if one_rate else gap.arm.rate
+    rate = gap.arm.rate if gap.arm.has_rate_in_name else None
+    return str(shared), tuple(gap.arm.arm.controls), rate
 
 
 def _name(gap: Gap, keys: tuple[str, ...]) -> str:

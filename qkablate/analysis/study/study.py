@@ -67,7 +67,7 @@ class Record:
 
     @property
     def training_seconds(self) -> float | None:
-        """Seconds of training; of a vmapped run its share of those of its program."""
+        """Seconds of training; of a vmapped run its share, by the size of its last program."""
         seconds, runs = self.facts.get("seconds"), self.facts.get("program_runs")
         return float(seconds) / max(1, runs or 1) if is_number(seconds) else None
 
@@ -166,6 +166,11 @@ class Entry:
     def sample(self) -> Sample:
         """Test losses of the runs that are done."""
         return Sample(tuple(self.losses.values()))
+
+    @property
+    def has_rate_in_name(self) -> bool:
+        """Return whether its study compares several learning rates of one arm."""
+        return self.name != self.arm.name
 
     @property
     def tokens(self) -> int:

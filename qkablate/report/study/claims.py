@@ -71,7 +71,7 @@ class StudiedClaim:
 
     @property
     def minutes(self) -> float:
-        """Minutes of training of all its runs, added up."""
+        """Minutes of training of all its runs, added up; vmapped ones share those of a program."""
         seconds = (record.training_seconds for record in self.judgement.study.all_records)
         return math.fsum(s for s in seconds if s is not None) / 60
 

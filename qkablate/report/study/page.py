@@ -64,7 +64,7 @@ def write_study(study: Path) -> list[Path]:
     return [study / name for name in sorted(files)]
 
 
-def _ended(claims: list[StudiedClaim]) -> list[StudiedClaim]:
+def _select_ended(claims: list[StudiedClaim]) -> list[StudiedClaim]:
     """Return the claims that have ended, what is settled first."""
     ended = [studied for studied in claims if studied.judgement.has_ended]
     return sorted(ended, key=lambda studied: not studied.judgement.is_conclusive)
@@ -73,7 +73,7 @@ def _ended(claims: list[StudiedClaim]) -> list[StudiedClaim]:
 def format_answers(claims: list[StudiedClaim]) -> str:
     """Return the table of the claims that have ended, with the part that decides; or ''."""
     rows = []
-    for studied in _ended(claims):
+    for studied in _select_ended(claims):
         if not studied.estimates:
             continue
         (part, n, estimate, _), *others = studied.estimates
@@ -88,7 +88,7 @@ def format_answers(claims: list[StudiedClaim]) -> str:
 
 
 def _format_answer(claims: list[StudiedClaim], open_claims: list[Claim], pictures: set[str]) -> str:
-    ended = _ended(claims)
+    ended = _select_ended(claims)
     results = f"[{RESULTS}]({RESULTS}/{CHECKSUMS})" if claims else RESULTS
     lines = ["# The study", ""]
     lines += [

@@ -103,7 +103,10 @@ def answers_chart(claims: list[StudiedClaim]) -> Chart | None:
         " (thick mark). An interval on the claimed side of its mark supports the part."
     )
     if has_open:
-        caption += f" Pale: beyond {_FARTHEST:g} margins, or without a bound, as runs diverged."
+        caption += (
+            f" Pale: beyond {_FARTHEST:g} margins, where an estimate has no point, or without a"
+            " bound, as runs diverged."
+        )
     return Chart(ANSWERS, "What the claims claimed, and what was measured", caption, [panel])
 
 

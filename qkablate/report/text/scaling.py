@@ -1,9 +1,11 @@
 """Tables of scaling laws, and of what an arm is worth by them."""
 
 from collections.abc import Iterable, Sequence
+from math import inf
 
 from qkablate.analysis.comparison.summary import GapSummary
 from qkablate.analysis.scaling.compute_gain import Gain, LawSummary, ScalingSummary
+from qkablate.analysis.scaling.law import REACH
 from qkablate.analysis.stats import Estimate
 from qkablate.report.text.numbers import format_gap
 from qkablate.report.text.table import Table, format_interval
@@ -34,20 +36,22 @@ def make_scaling_tables(
             cells += ["–"] * (len(_HEAD) - 4)
         else:
             for name, gain in summary.gains.items():
-                cells += _format_gain(gain)
+                at_less = name == "compute" and (summary.compute_flops or inf) < summary.flops
+                cells += _format_gain(gain, "*" if at_less else "")
                 if gain.times is None:
                     remarks.append(f"{summary.arm}, {name}: {gain.reason}")
-            if summary.compute and summary.compute.times and summary.compute_flops < summary.flops:
-                remarks.append(
-                    f"{summary.arm}, compute: for {format_short(summary.compute_flops)}FLOP, the"
-                    " most whose best size and length are within reach; the largest run took"
-                    f" {format_short(summary.flops)}FLOP"
-                )
+                elif at_less:
+                    remarks.append(
+                        f"* {summary.arm}: for {format_short(summary.compute_flops or 0)}FLOP, the"
+                        " largest budget tried for which the best sizes and lengths of both arms"
+                        f" are, in every fit, within {REACH:g} times what was trained; for the"
+                        f" {format_short(summary.flops)}FLOP of its largest run {gain.reason}"
+                    )
             cells.append(_format_limit(summary.asymptote))
         rows.append([*cells, str(summary.seeds)])
     notes = [
         "how many times as much the baseline needs for the arm's loss: above 1 the arm saves; of N"
-        " parameters after D tokens, or of as many FLOPs at the best size of each",
+        " parameters after D tokens, or, of compute, for as many FLOPs at the best size of each",
         "gap at ∞ tokens: an extrapolation that takes one exponent for both arms. Intervals:"
         " jackknife over seeds, and the error of tuning; that a law may be the wrong one is not in"
         " them",
@@ -71,10 +75,10 @@ def _format_limit(limit: Estimate | None) -> str:
     return format_gap(limit.mean, limit.interval)
 
 
-def _format_gain(gain: Gain) -> list[str]:
+def _format_gain(gain: Gain, mark: str) -> list[str]:
     if gain.times is None:
         return ["–", ""]
-    return [f"× {gain.times:.3f}", format_interval(gain.interval, ".3f")]
+    return [f"× {gain.times:.3f}{mark}", format_interval(gain.interval, ".3f")]
 
 
 def _law_table(laws: Sequence[LawSummary]) -> Table:

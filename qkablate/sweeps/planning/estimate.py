@@ -29,7 +29,6 @@ from qkablate.sweeps.planning.packing import Slots
 from qkablate.sweeps.planning.tuning import refinement_sizes
 from qkablate.training import hardware
 from qkablate.training.measure import (
-    BYTES_PER_PARAMETER,
     evaluate_once,
     make_training_step,
     measure_step_times,
@@ -92,7 +91,7 @@ def estimate_arms(manifest: Manifest, slots: Slots) -> dict[str, RunEstimate]:
         arm
         for arm in arms
         if _flops_per_step(arm) <= max_flops
-        and BYTES_PER_PARAMETER * arm.total_params * len(slots) < 0.5 * free
+        and hardware.BYTES_PER_PARAMETER * arm.total_params * len(slots) < 0.5 * free
     ]
     largest = smallest
     with suppress(NotTimedError):
@@ -155,7 +154,7 @@ def _interpolate(arm: Arm, small: Timing, large: Timing) -> RunEstimate:
     evaluation = EVAL_COST * evaluated / (arm.tokens / steps) * step
     return RunEstimate(
         seconds=large.start + steps * step + evaluation,
-        bytes=max(memory, BYTES_PER_PARAMETER * arm.total_params) + _reference_bytes(arm),
+        bytes=max(memory, hardware.BYTES_PER_PARAMETER * arm.total_params) + _reference_bytes(arm),
         extrapolated=flops > 1.01 * large.flops,
     )
 

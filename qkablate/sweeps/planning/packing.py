@@ -11,7 +11,7 @@ from qkablate.models.catalogue import encoder_layers
 from qkablate.runs.run import count_cores
 from qkablate.sweeps.planning.manifest import Arm, Manifest
 from qkablate.training import hardware
-from qkablate.training.measure import BYTES_PER_PARAMETER
+from qkablate.training.vmapped.support import bytes_per_parameter
 
 _PROCESS_BYTES = 400 * 2**20  # the interpreter, torch, and the activations of a small model
 _JOB_GB = 2.5  # the same with CUDA's host memory, and the parent process
@@ -53,8 +53,9 @@ def pack(manifest: Manifest, settings: SweepConfig) -> tuple[Manifest, Slots]:
         if has_gpu:
             slots = _gpu_slots(settings, runs)
         else:
-            need = _PROCESS_BYTES + BYTES_PER_PARAMETER * max(
-                arm.total_params * int(arm.config.train.vmap) for arm in arms
+            need = _PROCESS_BYTES + max(
+                bytes_per_parameter(arm.config) * arm.total_params * int(arm.config.train.vmap)
+                for arm in arms
             )
             fit = _USABLE * hardware.free_memory() / need
             slots = [None] * _count_slots(settings, int(max(1, min(runs, cores // threads, fit))))
@@ -95,7 +96,7 @@ def _estimate_bytes(arm: Arm) -> float:
     numbers += 4 * int(arm.facts.get("vocabulary", 0))
     on_cpu = arm.config.device == "cpu"
     activations = 4 * train.batch_size * context * numbers if on_cpu else 0
-    return int(train.vmap) * (BYTES_PER_PARAMETER * arm.total_params + activations)
+    return int(train.vmap) * (bytes_per_parameter(arm.config) * arm.total_params + activations)
 
 
 def _count_slots(settings: SweepConfig, auto: int) -> int:

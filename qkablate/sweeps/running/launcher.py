@@ -158,7 +158,7 @@ class Launcher:
             return
         open_count = sum(map(self._is_open, self._states()))
         startable = [state for state in self._states() if self._is_startable(state)]
-        shared = [state for state in startable if not needs_more_memory(state)]
+        shared = [state for state in startable if not may_fit_alone(state)]
         if shared:
             arms = self.manifest.arms
             others = sum(
@@ -188,7 +188,7 @@ class Launcher:
         if id in self._own or state.status == "running":
             return False
         if state.status == "failed":
-            exclusively = needs_more_memory(state) and id not in self._had_exclusive
+            exclusively = may_fit_alone(state) and id not in self._had_exclusive
             return id in self._to_retry or exclusively
         return state.status in ("waiting", "interrupted") and id not in self._tried
 
@@ -197,7 +197,7 @@ class Launcher:
         self.sweep_state.refresh_run(state)
         if not self._is_startable(state):  # another launcher has started it since
             return
-        if needs_more_memory(state) and packed == 1:
+        if may_fit_alone(state) and packed == 1:
             self._exclusive = id
             self._had_exclusive.add(id)
             self.table.note(f"again, alone: {state.run.label} ran out of memory beside others")
@@ -219,12 +219,12 @@ class Launcher:
         All free slots get some, as far as there are enough.
         """
         most = self._limit(state)
-        if most == 1 or needs_more_memory(state):
+        if most == 1 or may_fit_alone(state):
             return []
         open_ = [s for s in self._states() if self._is_startable(s) and self._limit(s) > 1]
         share = math.ceil(len(open_) / (self.engine.slots - len(self._programs)))
         others = [s for s in open_ if s.run.arm == state.run.arm and s is not state]
-        others = [s for s in others if not needs_more_memory(s)]
+        others = [s for s in others if not may_fit_alone(s)]
         return others[: max(0, min(most, share) - 1)]
 
     def _limit(self, state: RunState) -> int:
@@ -279,7 +279,7 @@ class Launcher:
                 self.sweep_state.refresh_run(state)
         if self._prefixes is not None and state.status in ENDED:
             self._prefixes.remove_branches(state)
-        if state.status == "failed" and self._stop_on_failure and not needs_more_memory(state):
+        if state.status == "failed" and self._stop_on_failure and not may_fit_alone(state):
             self._stop(f"{state.run.label} failed, and on_failure=stop")
         if time.monotonic() - self._results_time > _RESULTS_INTERVAL:
             self._write_results()
@@ -340,11 +340,11 @@ class Launcher:
                 signal.signal(number, handler)
 
 
-def needs_more_memory(state: RunState) -> bool:
+def may_fit_alone(state: RunState) -> bool:
     """Return whether a run failed for lack of memory beside others: it is retried alone once.
 
-    On a GPU a program needs as much memory with one run as with all.
+    A vmapped run is not on a GPU, where its program needs as much memory with one run as with all.
     """
     result = state.result or {}
-    own = result.get("program_runs", 1) if result.get("device") == "cuda" else 1
-    return bool(result.get("out_of_memory")) and result["packed"] > own
+    is_fixed = result.get("device") == "cuda" and result.get("vmap")
+    return bool(result.get("out_of_memory")) and result["packed"] > 1 and not is_fixed

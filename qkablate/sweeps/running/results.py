@@ -49,7 +49,9 @@ COLUMNS: dict[str, type] = {
     **dict.fromkeys(("mismatch", "flops_per_token"), float),
     **dict.fromkeys(("steps", "tokens"), int),
     **dict.fromkeys(("seconds", "tokens_per_second"), float),
-    **dict.fromkeys(("packed", "threads", "peak_memory_bytes", "attempt", "diverged_at"), int),
+    **dict.fromkeys(
+        ("packed", "program_runs", "threads", "peak_memory_bytes", "attempt", "diverged_at"), int
+    ),
     **dict.fromkeys(("precision", "matmul", "device", "kernel", "folder", "error"), str),
 }
 

@@ -7,6 +7,7 @@ import torch
 from qkablate.config import Config
 from qkablate.models.base import Model
 from qkablate.training import hardware
+from qkablate.training.hardware import BYTES_PER_PARAMETER
 
 MANY = 16  # runs of a program with train.vmap=auto, if they fit into memory
 # d_model × tokens of a forward pass up to which a program is faster than its runs one after the
@@ -65,11 +66,22 @@ def _gpu_memory(device: str) -> float:
 
 
 def bytes_per_run(config: Config, params: int) -> float:
-    """Return a bound of the memory of a run in a program: weights, moments and activations.
-
-    The gradients are there twice: as autograd returns them, and as one row.
-    """
+    """Return a bound of the memory of a run in a program: weights, moments and activations."""
     model = config.model
     width = 24 * model.d_model + 2 * model.heads * model.context
     layers = model.layers * (3 if model.form == "encoder_decoder" else 1)
-    return 20.0 * params + 4.0 * config.train.batch_size * model.context * layers * width
+    return (
+        bytes_per_parameter(config) * params
+        + 4.0 * config.train.batch_size * model.context * layers * width
+    )
+
+
+def bytes_per_parameter(config: Config) -> float:
+    """Return the bytes of weights, two moments and gradients.
+
+    In a program the gradients are there twice, as autograd returns them and as one row, and three
+    times where those of micro-batches are added.
+    """
+    if config.train.vmap == 1:
+        return BYTES_PER_PARAMETER
+    return BYTES_PER_PARAMETER + (8 if config.train.grad_accum > 1 else 4)

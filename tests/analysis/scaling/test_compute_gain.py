@@ -7,7 +7,8 @@ import numpy as np
 import pytest
 
 from qkablate.analysis.comparison.gaps import find_families
-from qkablate.analysis.scaling.compute_gain import fit_grids, jackknife
+from qkablate.analysis.scaling.compute_gain import find_largest_budget, fit_grids, jackknife
+from qkablate.analysis.stats import Sample
 from tests.analysis.scaling.truths import SHORT, TRUTHS, cover, noiseless_gain
 from tests.analysis.worlds import describe_checked
 
@@ -246,8 +247,26 @@ def test_compute_is_compared_where_the_best_size_is_within_reach(grid):
     summary = fit.summary
     assert summary.compute.times is not None
     assert summary.compute_flops < summary.flops / 2
-    (low, high), times = summary.compute.interval, summary.compute.times
-    assert low <= times <= high
+    times = summary.compute.times
     arm, baseline = fit.laws
     needed = baseline.least_flops(arm.lowest_loss(summary.compute_flops))
     assert times == pytest.approx(needed / summary.compute_flops, rel=0.01)
+    # Without noise all refits are alike: for the next budget the arm or the baseline is the limit.
+    loss = arm.lowest_loss(summary.compute_flops * 2**0.25)
+    assert loss is None or baseline.least_flops(loss) is None
+
+
+def test_budgets_are_tried_from_the_largest_down():
+    tried = []
+
+    def measure(flops):
+        tried.append(flops)
+        return Sample((1.0, 2.0)) if flops < 300 else "too far"
+
+    flops, sample, reason = find_largest_budget(measure, 800.0, 100.0)
+    assert tried == sorted(tried, reverse=True)
+    assert flops == tried[-1] == pytest.approx(800 / 2**1.5)
+    assert (sample.mean, reason) == (1.5, "too far")
+    assert find_largest_budget(measure, 200.0, 100.0)[::2] == (200.0, "")
+    most, reason, _ = find_largest_budget(lambda _: "too far", 800.0, 100.0)
+    assert (most, reason) == (800.0, "too far, nor is it within reach for a smaller budget")

@@ -125,7 +125,7 @@ def cover(
             ]
             for seed in range(seeds)
         ]
-        flops, sample = find_largest_budget(partial(_measure, laws, without), *grid.budgets)
+        flops, sample, _ = find_largest_budget(partial(_measure, laws, without), *grid.budgets)
         if isinstance(sample, Sample) and (interval := sample.interval()) is not None:
             true = log_gain(*true_laws, flops)
             widths.append(interval[1] - interval[0])

@@ -42,4 +42,6 @@ def test_what_lies_beyond_the_edge_of_the_answers_is_pale(values, ends, estimate
     assert (row["open_below"], row["open_above"]) == ends
     assert row["estimate"] == (None if estimate is None else pytest.approx(estimate))
     assert -6 <= row["low"] <= row["high"] <= 6
+    points = next(x for x in chart.panels[0].spec["layer"] if x["mark"]["type"] == "point")
+    assert points["encoding"]["x"]["field"] == "estimate"
     assert ("Pale: beyond 6 margins" in chart.caption) is any(ends)

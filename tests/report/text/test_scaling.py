@@ -29,5 +29,8 @@ def test_refusals_stand_alone(cached_world):
 
 def test_budget_below_that_of_the_largest_run_is_named(cached_world):
     worth, _ = tables(finish(cached_world(*GRID, SIZES), size_term=A / 4))
-    (note,) = [note for note in worth.notes if note.startswith("no_q-h2, compute: for ")]
-    assert "FLOP, the most whose best size and length are within reach; the largest run" in note
+    (note,) = [note for note in worth.notes if note.startswith("* no_q-h2: for ")]
+    assert "FLOP, the largest budget tried for which the best sizes and lengths of both" in note
+    assert "FLOP of its largest run the arm's best size or length for this compute is" in note
+    compute = worth.columns.index("compute")
+    assert worth.rows[0][compute].endswith("*")

@@ -12,7 +12,7 @@ from types import SimpleNamespace
 import pytest
 
 from qkablate.cli import main
-from qkablate.sweeps.running.launcher import needs_more_memory
+from qkablate.sweeps.running.launcher import may_fit_alone
 from tests.sweeps.run_checks import assert_same, final_state, results, status, wait_for_progress
 
 KILLS = 10  # `make torture` has more
@@ -137,14 +137,20 @@ def test_run_out_of_memory_is_retried_alone_once(qkablate, local_grid, circuit):
 
 
 @pytest.mark.parametrize(
-    ("device", "packed", "program_runs", "says"),
-    [("cpu", 1, 1, False), ("cpu", 4, 4, True), ("cuda", 4, 4, False), ("cuda", 8, 4, True)],
+    ("device", "packed", "vmap", "says"),
+    [
+        ("cpu", 1, False, False),
+        ("cpu", 4, False, True),
+        ("cpu", 4, True, True),
+        ("cuda", 2, False, True),
+        ("cuda", 17, True, False),
+    ],
 )
-def test_run_out_of_memory_is_retried_if_that_may_help(device, packed, program_runs, says):
+def test_run_out_of_memory_is_retried_if_that_may_help(device, packed, vmap, says):
     """Alone it needs less than beside other processes, and on a CPU than in a program."""
-    facts = {"device": device, "packed": packed, "program_runs": program_runs}
-    assert needs_more_memory(SimpleNamespace(result={"out_of_memory": True, **facts})) is says
-    assert not needs_more_memory(SimpleNamespace(result={"out_of_memory": False, **facts}))
+    facts = {"device": device, "packed": packed, "vmap": vmap}
+    assert may_fit_alone(SimpleNamespace(result={"out_of_memory": True, **facts})) is says
+    assert not may_fit_alone(SimpleNamespace(result={"out_of_memory": False, **facts}))
 
 
 @pytest.mark.slow

@@ -16,15 +16,16 @@ COLUMNS = [
     *("val_accuracy", "test_accuracy", "chance", "val_exact", "test_exact"),
     *("best_ngram_loss", "lzma_loss", "beats_ngrams"),
     *("params", "params_with_embeddings", "mismatch"),
-    *("flops_per_token", "steps", "tokens", "seconds", "tokens_per_second", "packed", "threads"),
+    *("flops_per_token", "steps", "tokens", "seconds", "tokens_per_second", "packed"),
+    *("program_runs", "threads"),
     *("peak_memory_bytes", "attempt", "diverged_at", "precision", "matmul", "device", "kernel"),
     *("folder", "error"),
 ]
 # Columns copied from the result under the same name.
 SAME = [
     *("id", "label", "variant", "seed", "d_model", "heads", "layers", "context", "steps"),
-    *("tokens", "seconds", "tokens_per_second", "packed", "threads", "peak_memory_bytes"),
-    *("attempt", "precision", "matmul", "device", "kernel", "flops_per_token"),
+    *("tokens", "seconds", "tokens_per_second", "packed", "program_runs", "threads"),
+    *("peak_memory_bytes", "attempt", "precision", "matmul", "device", "kernel", "flops_per_token"),
 ]
 
 

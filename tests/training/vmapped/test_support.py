@@ -50,9 +50,13 @@ def test_auto_is_many_where_it_pays_and_one_elsewhere():
 
 def test_auto_is_as_many_as_fit_and_two_at_least(monkeypatch):
     memory = "qkablate.training.hardware.free_memory"
-    params = 10**6
-    monkeypatch.setattr(memory, lambda: 16.0 * params * 10)
-    assert 2 < resolve_vmap(config("auto", 16), "", params).train.vmap < MANY
+    params = 10**9  # beside them activations are nothing
+    # Gradients are there twice, and 20 % of the memory stays free.
+    monkeypatch.setattr(memory, lambda: (16 + 4) * params * 10.01 / 0.8)
+    assert resolve_vmap(config("auto", 16), "", params).train.vmap == 10
+    accumulating = config("auto", 16)
+    accumulating.train.grad_accum = 2
+    assert resolve_vmap(accumulating, "", params).train.vmap == 8
     monkeypatch.setattr(memory, lambda: 1.0)  # whether it is vmapped depends on no free memory
     assert resolve_vmap(config("auto", 16), "", params).train.vmap == 2
 
