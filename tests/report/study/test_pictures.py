@@ -36,7 +36,7 @@ def answer(*values):
         ((0.19, 0.2, 0.21), (False, True), None),  # a point would stand at another number
     ],
 )
-def test_what_lies_beyond_the_edge_of_the_answers_is_pale(values, ends, estimate):
+def test_intervals_beyond_the_edge_of_the_answers_are_pale(values, ends, estimate):
     chart = answers_chart([answer(*values)])
     (row,) = chart.panels[0].spec["data"]["values"]
     assert (row["open_below"], row["open_above"]) == ends
