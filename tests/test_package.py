@@ -215,7 +215,10 @@ def test_commands_of_the_docs_work(
         words = ["mine" if word == "one_head" else word for word in words]
         own = [word for word in tiny if word.startswith("data.path=")]  # the claim's is not read
         done = qkablate(*words, *(own if words[0] == "reproduce" else []))
-        assert done.code == 0, done.out + done.err
+        # Intervals of 95 % miss in one of twenty cases, and then the command says so.
+        may_differ = words[0] == "reproduce" and "--check" not in words
+        differs = may_differ and "DISAGREES" in done.out
+        assert done.code == int(differs), done.out + done.err
         return
     if words[0] == "data" and words[1] in ("info", "show"):
         assert qkablate("data", "prepare", *words[2:]).code == 0

@@ -153,9 +153,7 @@ def _train(
     except RuntimeError as error:
         if not ranks.is_peer_failure(error):
             raise
-        others = f"another of the {ranks.count} processes has ended"
-        print_stderr(f"qkablate: {others}; the same command resumes from the last checkpoint")
-        return 1, math.inf
+        return 1, math.inf  # the first process has printed why
     with suppress(BrokenPipeError):  # as in `| head`: the run is done all the same
         _print_result(outcome.result, outcome.trained, planned.run.folder)
         if not is_multirun:

@@ -102,7 +102,7 @@ def train_run(
         if existing := find_result(plan.run, retry=retry):
             return Outcome(existing, trained=False)
         signals = Signals()
-        with signals.listen(), hardware.preserve_process_state():
+        with signals.listen(), hardware.preserve_process_state(), ranks.report_peer_failure():
             session = train_session(plan, signals, lease, packed, ranks, branching)
             return Outcome(_run(session), trained=True, signal=signals.received)
 

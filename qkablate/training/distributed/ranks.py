@@ -11,7 +11,7 @@ import sys
 import traceback
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import AbstractContextManager, nullcontext, suppress
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from dataclasses import dataclass
 from datetime import timedelta
 from itertools import islice
@@ -261,6 +261,20 @@ class Ranks:
         from torch import distributed
 
         return isinstance(error, distributed.DistError) or "gloo" in str(error)
+
+    @contextmanager
+    def report_peer_failure(self) -> Iterator[None]:
+        """Print that another rank has exited, if an error within the context means that.
+
+        Signals must still be handled here: torchrun sends SIGTERM as soon as a rank has exited.
+        """
+        try:
+            yield
+        except RuntimeError as error:
+            if self.is_peer_failure(error):
+                others = f"qkablate: another of the {self.count} processes has ended"
+                print_stderr(f"{others}; the same command resumes from the last checkpoint")
+            raise
 
 
 SINGLE_PROCESS = Ranks()

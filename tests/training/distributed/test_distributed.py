@@ -158,7 +158,8 @@ def test_killed_and_stopped_run_resumes_bit_identically(qkablate, torchrun, tiny
     os.kill(ranks_of(process, folder)[1], signal.SIGKILL)
     _, err = process.communicate()
     assert process.returncode != 0
-    assert err.count("another of the 2 processes has ended; the same command resumes") == 1
+    message = "another of the 2 processes has ended; the same command resumes"
+    assert err.count(message) == 1, err
     assert not (folder / "result.json").exists()
     assert not (folder / "error.txt").exists()
     # A stop request to one rank stops all of them at the same step.
