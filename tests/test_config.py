@@ -384,6 +384,7 @@ def test_variant_name_describes_its_circuits(overrides, name):
             "optim.optimizer=moun",
             "optim.optimizer: 'moun' (nearest: muon) is not one of adamw, muon",
         ),
+        ("model.embedding_std=-1", "model.embedding_std: -1.0 is not a number from 0 to 1000"),
         ("optim.cooldown=0.3", "optim.cooldown: schedule=cosine has none; only wsd has"),
         ("optim.betas=[0.9]", "optim.betas: [0.9] are not two numbers"),
         ("optim.betas=[0.9,1.0]", "optim.betas: [0.9, 1.0] are not two numbers"),
@@ -464,6 +465,10 @@ TRANSLATOR = ["model=nano_translator", "data=reverse"]
         (
             ["variant=no_q", "variant.init=symmetric"],
             "variant: no_q is not supported: variant.init",
+        ),
+        (
+            ["model.position=none", "model.position_std=1"],
+            "model.position_std: 1.0, but only model.position=learned has it",
         ),
         (["model.attention_skip=false"], "model.attention_skip: model.form=encoder_decoder needs"),
         (["model.context=9"], "an answer of data=reverse has data.copy_length=8 tokens"),

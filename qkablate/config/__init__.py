@@ -166,6 +166,10 @@ def check(config: Config) -> None:
         raise ImpossibleConfig(
             f"model.rope_theta: {model.rope_theta}, but only model.position=rope has wavelengths"
         )
+    if model.position != "learned" and model.position_std != ModelConfig().position_std:
+        raise ImpossibleConfig(
+            f"model.position_std: {model.position_std}, but only model.position=learned has it"
+        )
     if not model.mlp_ratio and model.mlp != "gelu":
         raise ImpossibleConfig(f"model.mlp: {model.mlp}, but model.mlp_ratio=0 removes the MLP")
     if model.mlp_ratio and mlp_units(model) < 1:

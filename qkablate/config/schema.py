@@ -121,8 +121,14 @@ class ModelConfig:
         "width of the token embedding, mapped to d_model and back; null: d_model, without a map",
         bounds=(1, 2**20),
     )
+    embedding_std: float = parameter_key(
+        0.02, "initial standard deviation of the token embedding", bounds=(0, 1000)
+    )
     position: str = parameter_key(
         "learned", "positions:", choices=("learned", "none", "alibi", "rope")
+    )
+    position_std: float = parameter_key(
+        0.02, "initial standard deviation of position=learned", bounds=(0, 1000)
     )
     rope_theta: float = parameter_key(
         10000.0, "base of the wavelengths of position=rope", bounds=(1, 1e12)

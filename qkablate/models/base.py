@@ -165,7 +165,8 @@ class Model(nn.Module, ABC):
             if module in inside:
                 continue
             if isinstance(module, nn.Embedding):
-                module.weight.copy_(draw.normal(f"{prefix}.weight", module.weight.shape))
+                std = draw.embedding_std(prefix)
+                module.weight.copy_(draw.normal(f"{prefix}.weight", module.weight.shape, std))
             elif isinstance(module, nn.LayerNorm | nn.RMSNorm):
                 nn.init.ones_(module.weight)
                 if isinstance(module, nn.LayerNorm) and module.bias is not None:
@@ -233,6 +234,12 @@ class _Initializer:
     def normal(self, name: str, shape: Sequence[int], std: float = GPT2_SIGMA) -> Tensor:
         normal = named_generator(self.seed, "init", name).standard_normal(shape, dtype="float32")
         return torch.from_numpy(normal).mul_(std)
+
+    def embedding_std(self, name: str) -> float:
+        """Return σ of a table of embeddings; an output head of its own has GPT-2's."""
+        if name.endswith("position_embedding"):
+            return self.config.position_std
+        return self.config.embedding_std if name.endswith("token_embedding") else GPT2_SIGMA
 
     def _with_prefix(self, prefix: str) -> Draw:
         return lambda name, *args, **options: self(f"{prefix}.{name}", *args, **options)

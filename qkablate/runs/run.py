@@ -87,6 +87,8 @@ _EARLIER = {
     "model.norm_kind": "layer",
     "model.norm_eps": 1e-5,
     "model.rope_theta": 10000.0,
+    "model.embedding_std": 0.02,
+    "model.position_std": 0.02,
     "optim.optimizer": "adamw",
     "optim.momentum": 0.95,
     "variant.sites": "all",

@@ -70,6 +70,15 @@ def test_transformer_base_has_the_sizes_of_the_paper():
     assert config.model.dropout == 0.1
 
 
+def test_embeddings_of_both_stacks_start_with_the_given_deviations():
+    sizes = {"d_model": 128, "encoder_d_model": 64, "source": 40, "context": 40}
+    model = translator(**sizes, embedding_std=0.2, position_std=1.0)
+    for name, expected in (("token", 0.2), ("position", 1.0)):
+        for prefix in ("", "source_"):
+            table = getattr(model, f"{prefix}{name}_embedding").weight
+            assert table.std().item() == pytest.approx(expected, rel=0.1)
+
+
 @pytest.mark.parametrize("sites", WHERE)
 @pytest.mark.parametrize("name", variants())
 def test_every_variant_matches_the_reference_at_every_site(name, sites):

@@ -93,6 +93,21 @@ def test_draws_do_not_depend_on_layers_and_context():
     assert not torch.equal(other["blocks.0.mlp.up.weight"], small["blocks.0.mlp.up.weight"])
 
 
+@pytest.mark.parametrize("draws", ["gpt2", "linear"])
+def test_embeddings_start_with_the_given_deviations(draws):
+    """They scale the same draws, and an output head of its own keeps GPT-2's."""
+    usual, scaled = (
+        dict(gpt(init=draws, tied=False, **more).named_parameters())
+        for more in ({}, {"embedding_std": 0.2, "position_std": 1.0})
+    )
+    assert usual["token_embedding.weight"].std().item() == pytest.approx(0.02, rel=0.1)
+    factors = {"token_embedding.weight": 10, "position_embedding.weight": 50}
+    for name in usual:
+        torch.testing.assert_close(scaled[name], usual[name] * factors.get(name, 1))
+    at_zero = gpt(init=draws, position_std=0)
+    assert not at_zero.position_embedding.weight.any()
+
+
 @pytest.mark.parametrize("name", ["merged_w", "merged_ov", "merged+merged"])
 @pytest.mark.parametrize("draws", ["gpt2", "linear"])
 @pytest.mark.parametrize("bias", [False, True], ids=["plain", "bias"])
