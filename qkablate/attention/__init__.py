@@ -4,7 +4,7 @@ from qkablate.attention.cache import Cache, SourceCache
 from qkablate.attention.layer import Attention
 from qkablate.attention.ov import OV, OV_CIRCUITS
 from qkablate.attention.qk import QK, QK_CIRCUITS
-from qkablate.attention.spec import Draw, Spec, UnsupportedCombination
+from qkablate.attention.spec import CircuitLr, Draw, Spec, UnsupportedCombination
 from qkablate.attention.tensors import (
     apply_matrix,
     by_head,
@@ -21,6 +21,7 @@ __all__ = [
     "QK_CIRCUITS",
     "Attention",
     "Cache",
+    "CircuitLr",
     "Draw",
     "SourceCache",
     "Spec",

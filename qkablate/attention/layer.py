@@ -25,7 +25,14 @@ from qkablate.attention.ov import OV
 from qkablate.attention.ov.latent import LatentOV
 from qkablate.attention.qk import QK
 from qkablate.attention.qk.latent import LatentQK
-from qkablate.attention.spec import Circuit, Spec, UnsupportedCombination, UnsupportedKernel
+from qkablate.attention.spec import (
+    MATCHED_LR,
+    Circuit,
+    CircuitLr,
+    Spec,
+    UnsupportedCombination,
+    UnsupportedKernel,
+)
 
 MATCHES = ("none", "spread", "exact")
 # With a cache there are few queries against many keys, which "blocked" is not made for.
@@ -390,40 +397,47 @@ class Attention(nn.Module):
     def matched_lr(self) -> float:
         """Matched learning-rate multiplier of the circuit that differs from standard's.
 
-        That of QK if both differ; 1 if no multiplier differs from 1.
+        That of QK if both differ; 1 if no multiplier differs from 1: then it is QK's.
         """
         rates = sorted(self._circuit_rates(1.0), key=lambda rate: rate[0].dim() < 2)  # stable
         return next((multiplier for _, multiplier, _ in rates if multiplier != 1), 1.0)
 
     def resolve_lr(self, lr: float | str) -> float:
-        """Return `variant.lr` as a number: the multiplier of the circuit that differs."""
+        """Return `variant.lr` as a number: the multiplier of the circuit that differs, or of QK."""
         matched = self.matched_lr
         words = {"matched": matched, "same": 1.0, "between": math.sqrt(matched)}
         return words[lr] if isinstance(lr, str) else float(lr)
 
-    def lr_power(self, lr: float | str) -> float:
-        """Return the power of all matched multipliers that makes the changed circuit's `lr`."""
-        if lr == "matched":
-            return 1.0
-        factor = self.resolve_lr(lr)
-        return math.log(factor) / math.log(self.matched_lr) if factor != 1 else 0.0
+    @property
+    def has_circuit_lr(self) -> bool:
+        """True if a circuit has a learning rate of its own: the changed one, or that of QK."""
+        return self.matched_lr != 1 or any(True for _ in self.qk.parameters())
 
-    def lr_multipliers(self, power: float = 1.0) -> dict[str, float]:
-        """Return the matched multipliers of the matrices of each circuit, to a power."""
+    def circuit_lr(self, lr: float | str) -> CircuitLr:
+        """Return `variant.lr` as the multipliers of the circuits follow from it."""
+        if lr == "matched":
+            return CircuitLr()
+        factor = self.resolve_lr(lr)
+        if self.matched_lr == 1:
+            return CircuitLr(0.0, factor)
+        return CircuitLr(math.log(factor) / math.log(self.matched_lr) if factor != 1 else 0.0)
+
+    def lr_multipliers(self, given: CircuitLr = MATCHED_LR) -> dict[str, float]:
+        """Return the multipliers of the matrices of each circuit."""
         norm_scale = self.norm.lr_scale if self.norm else 1.0
         own = {"qk": self.qk.lr_multiplier * norm_scale, "ov": self.ov.lr_multiplier}
-        powers = {name: multiplier**power for name, multiplier in own.items()}
-        return {**powers, "qk": powers["qk"] * self._rotation_scale}
+        powers = {name: multiplier**given.power for name, multiplier in own.items()}
+        return {**powers, "qk": powers["qk"] * given.qk * self._rotation_scale}
 
-    def rates(self, power: float = 1.0) -> Iterator[tuple[nn.Parameter, float, float]]:
+    def rates(self, given: CircuitLr = MATCHED_LR) -> Iterator[tuple[nn.Parameter, float, float]]:
         """Yield (parameter, learning-rate multiplier, weight-decay multiplier) for all parameters.
 
-        The multipliers are the matched ones to a power, that of `lr_power`, and for the parameters
-        of the scores the factor of rotated dimensions to no power. Vectors do not decay.
+        The multipliers follow from `circuit_lr`; for the parameters of the scores the factor of
+        rotated dimensions is the same for any. Vectors do not decay.
         """
         of_scores = {*self.qk.parameters()}
-        for parameter, rate, decay in self._circuit_rates(power):
-            scale = self._rotation_scale if parameter in of_scores else 1.0
+        for parameter, rate, decay in self._circuit_rates(given.power):
+            scale = given.qk * self._rotation_scale if parameter in of_scores else 1.0
             yield parameter, scale * rate, decay
         if (rotated := self.rope_dims) is not None:
             yield from ((m, rotated.lr_scale, rotated.decay) for m in rotated.parameters())

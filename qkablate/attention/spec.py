@@ -72,6 +72,17 @@ class Spec:
         return self.d_keys / self.d_model / self.key_ratio
 
 
+@dataclass(frozen=True)
+class CircuitLr:
+    """Learning rates of the circuits: matched multipliers to a power, and a factor of QK's."""
+
+    power: float = 1.0
+    qk: float = 1.0
+
+
+MATCHED_LR = CircuitLr()
+
+
 class Draw(Protocol):
     """Draws the initial value of a tensor of a circuit from its name alone.
 

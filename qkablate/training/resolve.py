@@ -47,8 +47,8 @@ class RunPlan:
     def lr_multipliers(self) -> dict[str, dict[str, float]]:
         """Learning-rate multipliers of the circuits of each site with the variant."""
         first, *_ = self.sites.values()
-        power = first.lr_power(self.config.variant.lr)  # the same at all sites
-        return {site: layer.lr_multipliers(power) for site, layer in self.sites.items()}
+        given = first.circuit_lr(self.config.variant.lr)  # the same at all sites
+        return {site: layer.lr_multipliers(given) for site, layer in self.sites.items()}
 
     @property
     def tokens_per_step(self) -> int:
@@ -140,7 +140,7 @@ def count_loss_blocks(config: Config, data: Data) -> int:
 def resolve_lr(config: Config, attention: Attention) -> Config:
     """Return the config with `variant.lr` as a number."""
     variant, factor = config.variant, attention.resolve_lr(config.variant.lr)
-    if factor != 1 and attention.matched_lr == 1:
+    if factor != 1 and not attention.has_circuit_lr:
         raise ImpossibleConfig(
             f"variant.lr: {variant.lr} given, but no circuit of {variant.name} has a learning rate"
             " of its own (allowed: between, matched, same, 1)"

@@ -435,11 +435,11 @@ def test_rotated_dimensions_have_one_rate_for_any_rate_of_the_circuit(lr):
             continue  # it has no rate of its own
         with_them, without = (initialized(*pair, **more) for more in ({"rope_dims": 2}, {}))
         expected, found = (
-            layer.lr_multipliers(layer.lr_power(lr)) for layer in (without, with_them)
+            layer.lr_multipliers(layer.circuit_lr(lr)) for layer in (without, with_them)
         )
         scale = with_them.rope_dims.lr_scale
         assert found == pytest.approx({"qk": scale * expected["qk"], "ov": expected["ov"]})
-        rates = {id(p): rate for p, rate, _ in with_them.rates(with_them.lr_power(lr))}
+        rates = {id(p): rate for p, rate, _ in with_them.rates(with_them.circuit_lr(lr))}
         assert {rates[id(p)] for p in with_them.rope_dims.parameters()} == {scale}
 
 
@@ -649,13 +649,26 @@ def test_a_number_scales_the_changed_circuit_and_the_others_in_proportion():
     assert layer.matched_lr == layer.resolve_lr("matched") == matched["qk"] != 1 != matched["ov"]
 
     def multipliers(lr):
-        return layer.lr_multipliers(layer.lr_power(lr))
+        return layer.lr_multipliers(layer.circuit_lr(lr))
 
     assert multipliers("same") == multipliers(1.0) == {"qk": 1, "ov": 1}
     assert multipliers(layer.matched_lr) == matched  # exactly: the same run
     half_way = multipliers(math.sqrt(matched["qk"]))
     assert half_way == pytest.approx({k: math.sqrt(value) for k, value in matched.items()})
     assert initialized("separate", "no_v").matched_lr == matched["ov"]  # where QK is standard's
+
+
+def test_a_number_is_the_rate_of_queries_and_keys_where_no_multiplier_differs_from_one():
+    standard = initialized("separate", "separate", bias=True)
+    assert (standard.matched_lr, standard.has_circuit_lr) == (1, True)
+    for lr in ("matched", "same", "between", 1.0):
+        assert standard.lr_multipliers(standard.circuit_lr(lr)) == {"qk": 1, "ov": 1}
+    given = standard.circuit_lr(2.5)
+    assert standard.lr_multipliers(given) == {"qk": 2.5, "ov": 1}
+    of_scores = {*standard.qk.parameters()}
+    for parameter, rate, _ in standard.rates(given):
+        assert rate == (2.5 if parameter in of_scores else 1)
+    assert not initialized("uniform", "separate").has_circuit_lr
 
 
 def test_naive_norms_reduce_the_learning_rate():

@@ -77,6 +77,7 @@ class ArmResolver:
             total_params=counts["total"],
             flops=training_flops_per_token(model, batch_tokens, data.answer_fraction),
             matched_lr=attention.matched_lr,
+            has_circuit_lr=attention.has_circuit_lr,
             kv_cache_numbers=sum(cached_by_site(model).values()),
             not_vmapped=obstacle,
         )

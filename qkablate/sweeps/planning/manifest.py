@@ -80,6 +80,7 @@ class Arm:
     total_params: int
     flops: float  # of training, per token
     matched_lr: float = 1.0  # the number that variant.lr=matched stands for
+    has_circuit_lr: bool = False  # a circuit has a rate of its own; older sweeps do not say so
     mismatch: float | None = None  # relative to the control's target
     kv_cache_numbers: int | None = None  # that a decoder keeps per token, in all layers
     not_vmapped: str = ""  # why train.vmap is not followed

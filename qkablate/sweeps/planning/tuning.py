@@ -1,10 +1,11 @@
 """Learning rates chosen on validation loss, per arm and on seeds of their own.
 
-Every arm is searched in `optim.lr`; one whose circuit has a multiplier also in `variant.lr`. All
-arms get the same number of runs to begin with: where there are three circuit rates to one, each
-point has a third of the seeds. Rates beside the best are added until it lies inside, then some half
-a step from it, where the loss is nearly quadratic. The next runs are a pure function of the
-results, so that every process derives the same ones at any time.
+Every arm is searched in `optim.lr`, and in `variant.lr`, the rate of its changed circuit or, as in
+standard, of QK; one without either, as uniform attention, in `optim.lr` alone. All arms get the
+same number of runs to begin with: where there are three circuit rates to one, each point has a
+third of the seeds. Rates beside the best are added until it lies inside, then some half a step from
+it, where the loss is nearly quadratic. The next runs are a pure function of the results, so that
+every process derives the same ones at any time.
 """
 
 import itertools
@@ -118,8 +119,9 @@ def _rounded(value: float) -> float:
 
 
 def _searches_circuit(arm: Arm) -> bool:
-    """Return whether the circuit has a multiplier that the user has not set."""
-    return arm.matched_lr != 1 and "variant.lr" not in arm.overrides
+    """Return whether a circuit has a learning rate of its own that the user has not set."""
+    has_rate = arm.has_circuit_lr or arm.matched_lr != 1
+    return has_rate and "variant.lr" not in arm.overrides
 
 
 def _changes(arm: Arm, rates: Rates) -> Changes:

@@ -6,6 +6,7 @@ from typing import Any
 
 from torch import nn
 
+from qkablate.attention import CircuitLr
 from qkablate.config import Config, OptimConfig
 from qkablate.config.schedule import cooldown_begin
 from qkablate.errors import ImpossibleConfig
@@ -21,9 +22,12 @@ def make_optimizer(model: Model, config: Config) -> AdamW:
     circuit shrinks per step as standard's does.
     """
     multipliers: dict[nn.Parameter, tuple[float, float]] = {}
-    power = model.variant_layer().module.lr_power(config.variant.lr)  # the same at all sites
+    # The same at all sites with the variant; elsewhere QK has the rate of the model.
+    given = model.variant_layer().module.circuit_lr(config.variant.lr)
+    sites = model.variant_layers()
     for layer in model.attention_layers():
-        for parameter, rate, decay in layer.module.rates(power):
+        own = given if layer.site in sites else CircuitLr(given.power)
+        for parameter, rate, decay in layer.module.rates(own):
             multipliers[parameter] = rate, decay / rate
     blocks = find_matrices(model) if config.optim.optimizer == "muon" else {}
     groups: defaultdict[tuple[float, float, bool], list[nn.Parameter]] = defaultdict(list)

@@ -245,9 +245,9 @@ def test_with_tuning_the_runs_that_follow_are_waited_for(world):
     tuning = [run for run in made.runs() if run.tuning]
     for run in tuning:
         made.write(run, loss(run))
-    assert len(tuning) == 5 + 15 + 5  # of standard, no_q and the floor, with one tuning seed
+    assert len(tuning) == 15 + 15 + 5  # of standard, no_q and the floor, with one tuning seed
     more = [run for run in made.runs() if run.tuning and run not in tuning]
-    assert len(more) == 2 + 6 + 2
+    assert len(more) == 6 + 6 + 2
     for run in more:
         made.write(run, loss(run))
     assert len([run for run in made.runs() if not run.tuning]) == 3 * 3

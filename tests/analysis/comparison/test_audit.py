@@ -148,8 +148,8 @@ def test_rates_that_were_tuned_and_bracketed_are_fair(cached_world):
     found = checks(cached_world(*TUNED).finish(bowl(lambda run: least[is_arm(run)])))
     assert found["learning rate"].state == OK
     assert found["learning rate"].message == (
-        "tuned and bracketed: no_q-d16-h2 0.002 (circuit × 1.4), standard-d16-h2 0.001, by 21 and"
-        " 21 runs; a finer search would gain 0.0000 at most (95 % bound)"
+        "tuned and bracketed: no_q-d16-h2 0.002 (circuit × 1.4), standard-d16-h2 0.001 (circuit"
+        " × 1.4), by 21 and 21 runs; a finer search would gain 0.0000 at most (95 % bound)"
     )
 
 

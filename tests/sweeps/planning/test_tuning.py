@@ -35,9 +35,10 @@ def expand(tmp_path_factory):
     words += [f"data.path={folder / 'corpus.txt'}", f"data.cache={folder / 'cache'}", "threads=1"]
     words += ["sweep.tune=true", "sweep.floor=false"]
 
-    def run(*more, variant="standard,standard_reassociated"):
+    def run(*more, variant="standard,standard_reassociated", circuit_lr="same"):
+        given = [] if circuit_lr is None else [f"variant.lr={circuit_lr}"]
         with open_hydra():
-            asked = read_request([*words, f"variant={variant}", *more])
+            asked = read_request([*words, f"variant={variant}", *given, *more])
             grid = Grid(asked.settings.sweep, asked.controls, asked.choices)
             return expand_grid(grid, make_config, [])
 
@@ -291,8 +292,8 @@ def test_search_is_independent_of_the_order_of_results(manifest, chance, order):
 
 @pytest.fixture(scope="module")
 def two_dimensional(expand):
-    """Return a plan of an arm with a multiplier beside its baseline."""
-    return expand("seed=range(3)", variant="no_q")
+    """Return a plan of an arm without W_q beside its baseline and uniform attention."""
+    return expand("seed=range(3)", "sweep.floor=true", variant="no_q", circuit_lr=None)
 
 
 def circuit_octave(run):
@@ -310,32 +311,32 @@ def bowl_around(lr, circuit):
 
 
 def test_search_of_two_rates_takes_as_many_runs_as_that_of_one(two_dimensional):
-    standard, no_q = two_dimensional.arms.values()
-    runs = {
-        name: [r for r in two_dimensional.runs if r.arm == name]
-        for name in (standard.name, no_q.name)
-    }
-    assert len(runs[standard.name]) == len(runs[no_q.name]) == 15
-    assert {run.changes["seed"] for run in runs[no_q.name]} == {SEEDS[0]}
-    assert {run.changes["variant.lr"] for run in runs[no_q.name]} == {
-        *circuit_ladder(no_q.matched_lr)
-    }
-    assert "variant.lr" not in runs[standard.name][0].changes
-    for run in runs[no_q.name]:
-        assert two_dimensional.config_of(run).variant.lr == run.changes["variant.lr"]
+    arms = {arm.variant: arm for arm in two_dimensional.arms.values()}
+    for variant in ("standard", "no_q", "uniform"):
+        runs = [run for run in two_dimensional.runs if run.arm == arms[variant].name]
+        assert len(runs) == 15
+        if variant == "uniform":  # it has no scores
+            assert {run.changes["seed"] for run in runs} == {*SEEDS}
+            assert not [run for run in runs if "variant.lr" in run.changes]
+            continue
+        assert {run.changes["seed"] for run in runs} == {SEEDS[0]}
+        ladder = circuit_ladder(arms[variant].matched_lr)
+        assert {run.changes["variant.lr"] for run in runs} == {*ladder}
+        for run in runs:
+            assert two_dimensional.config_of(run).variant.lr == run.changes["variant.lr"]
 
 
 @pytest.mark.parametrize(("lr", "circuit"), [(0.3, 0.5), (-1.2, -1.6), (2.7, 3.1), (0.0, -4.2)])
 def test_minimum_between_the_rates_is_found_in_both_dimensions(two_dimensional, lr, circuit):
     known, results = trained(two_dimensional, bowl_around(lr, circuit))
     searches, finals = search_rates(two_dimensional, results)
-    search = searches["no_q-d16-h2"]
-    assert (search.state, search.at_minimum) == ("chosen", True)
-    assert search.rates == nearly(MIDDLE * 2**lr, 2**circuit)
-    own = [run for run in finals if run.arm == search.arm]
-    assert {(r.changes["optim.lr"], r.changes["variant.lr"]) for r in own} == {search.rates}
-    tried = [run for run in known.values() if run.tuning and run.arm == search.arm]
-    assert len(tried) == search.runs <= 15 + CIRCUITS * EXTENSIONS + 6
+    for search in (searches["no_q-d16-h2"], searches["standard-d16-h2"]):
+        assert (search.state, search.at_minimum) == ("chosen", True)
+        assert search.rates == nearly(MIDDLE * 2**lr, 2**circuit)
+        own = [run for run in finals if run.arm == search.arm]
+        assert {(r.changes["optim.lr"], r.changes["variant.lr"]) for r in own} == {search.rates}
+        tried = [run for run in known.values() if run.tuning and run.arm == search.arm]
+        assert len(tried) == search.runs <= 15 + CIRCUITS * EXTENSIONS + 6
 
 
 def test_given_circuit_rate_is_not_searched(expand):
