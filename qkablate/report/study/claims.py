@@ -5,15 +5,21 @@ from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 
-from qkablate.analysis.claims.claim import Claim
-from qkablate.analysis.claims.judgement import Judgement, counting_judgement, judge_looks
+from qkablate.analysis.claims.claim import Claim, PartSpec, Selector
+from qkablate.analysis.claims.judgement import (
+    Judgement,
+    PartJudgement,
+    counting_judgement,
+    judge_looks,
+)
+from qkablate.analysis.claims.measures import Unit
 from qkablate.analysis.claims.parse import claim_names, load_claim
 from qkablate.analysis.claims.registry import Registration
 from qkablate.analysis.publication.archive import SUFFIX
 from qkablate.analysis.publication.unpack import open_archives, unpacked_claims
 from qkablate.report.section import Section
-from qkablate.report.text.claims import make_part_table
 
+_ALL = 0.9995  # of the answers, as shown to a tenth of a percent
 RESULTS = "results"  # the folder of the archives in that of the study
 
 
@@ -53,14 +59,25 @@ class StudiedClaim:
         return f"{judged.headline}{unless}{' (exploratory)' if judged.exploratory else ''}"
 
     @property
-    def estimates(self) -> list[tuple[str, str, str, str]]:
-        """Part, number of pairs, estimate with interval, verdict; none before the claim's verdict.
+    def deciding(self) -> list[PartJudgement]:
+        """The parts, those with the verdict of the claim first; none before its verdict."""
+        judged = self.judgement
+        parts = judged.parts if judged.has_ended else []
+        return sorted(parts, key=lambda part: part.word != judged.word)
 
-        The parts with the verdict of the claim, which decide it, come first.
+    def format_costs(self, most: int = 4) -> str:
+        """Return what the variants of the parts cost, with intervals: positive is worse.
+
+        A part has its verdict where that is not the claim's.
         """
-        _, rows = make_part_table(self.judgement)
-        rows.sort(key=lambda row: not row[-1].startswith(str(self.judgement.word)))
-        return [(name, n, f"{mean} {interval}", word) for name, n, mean, interval, *_, word in rows]
+        judged = self.judgement
+        costs = [
+            _format_cost(part, judged.alpha)
+            + (f" ({part.word})" if part.word != judged.word else "")
+            for part in self.deciding
+        ]
+        more = [f"{len(costs) - most} more"] if len(costs) > most else []
+        return "; ".join([*costs[:most], *more]) or "–"
 
     @property
     def command(self) -> str:
@@ -74,6 +91,43 @@ class StudiedClaim:
         """Minutes of training of all its runs, added up; vmapped ones share those of a program."""
         seconds = (record.training_seconds for record in self.judgement.study.all_records)
         return math.fsum(s for s in seconds if s is not None) / 60
+
+
+def _format_cost(judged: PartJudgement, alpha: float) -> str:
+    part, spec = judged.part, judged.comparison.spec
+    is_standards = spec.arm.get("variant") == "standard" != spec.against.get("variant")
+    text = _format_arms(spec, is_standards)
+    text += f" on {judged.comparison.world}" if len(spec.data) > 1 else ""
+    text += f" at equal {spec.axis}" if spec.axis != "tokens" else ""
+    if part.sample.interval(1 - 2 * alpha) is None:
+        return f"{text}: unknown"
+    accuracies = [entry.accuracy for gap in judged.gaps for entry in gap.sides]
+    if judged.unit is Unit.SHARE and min(a or 0 for a in accuracies) > _ALL:
+        return f"{text}: +0.000, as all runs answer everything"
+    low, high = judged.interval(1 - 2 * alpha)
+    mean = judged.unit.natural(part.sample.mean)
+    if judged.unit is Unit.RATIO:
+        return f"{text}: {spec.measure.noun} × {mean:.3g} [{low:.3g}, {high:.3g}]"
+    if is_standards != (judged.unit is Unit.SHARE):
+        mean, low, high = -mean, -high, -low
+    unit = "nats" if judged.unit is Unit.NATS else f"of {spec.measure.noun}"
+    return f"{text}: {mean:+.3f} [{low:+.3f}, {high:+.3f}] {unit}"
+
+
+def _format_arms(spec: PartSpec, is_standards: bool) -> str:
+    """Return the variant of a part, and what it is compared with unless that is standard."""
+    arm, against = (spec.against, spec.arm) if is_standards else (spec.arm, spec.against)
+    is_plain = against.get("variant") == "standard" and all(
+        arm.get(key, value) == value for key, value in against.items() if key != "variant"
+    )
+    against_it = "" if is_plain else f" against {_format_side(against)}"
+    than = f" less that at {_format_side(spec.than)}" if spec.than else ""
+    return f"{_format_side(arm)}{against_it}{than}"
+
+
+def _format_side(side: Selector) -> str:
+    words = [v if k == "variant" else f"{k.rpartition('.')[-1]}={v}" for k, v in side.items()]
+    return " ".join(map(str, words))
 
 
 def read_claims(study: Path) -> list[StudiedClaim]:

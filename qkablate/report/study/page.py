@@ -23,6 +23,7 @@ from qkablate.table import format_list
 
 PAGE, SNIPPET, REGISTRATIONS = "index.md", "answers.txt", "registrations.md"
 _MOST_ANSWERS = 10  # lines of the answer
+_COST = "what the variant costs (positive: worse)"
 _SEEDS_OF_TRAINING = "other seeds would give other numbers, as far as the intervals say"
 _HOW = """
 ```bash
@@ -71,18 +72,16 @@ def _select_ended(claims: list[StudiedClaim]) -> list[StudiedClaim]:
 
 
 def format_answers(claims: list[StudiedClaim]) -> str:
-    """Return the table of the claims that have ended, with the part that decides; or ''."""
+    """Return the table of the claims that have ended, with the costs of their parts; or ''."""
     rows = []
     for studied in _select_ended(claims):
-        if not studied.estimates:
-            continue
-        (part, n, estimate, _), *others = studied.estimates
-        words = format_list([word for *_, word in others], 2)
-        more = f" ({len(others)} more: {words})" if others else ""
-        rows.append([studied.claim.says, studied.verdict, f"{part}{more}", estimate, n])
+        judged = studied.judgement
+        verdict = f"{judged.word}{' (exploratory)' if judged.exploratory else ''}"
+        name = Code(studied.claim.name)
+        rows.append([name, studied.claim.says, verdict, studied.format_costs(), str(judged.n)])
     if not rows:
         return ""
-    columns = ["claim", "verdict", "part", "measured, interval", "n"]
+    columns = ["claim", "says", "verdict", f"{_COST}, 90 % interval", "n"]
     table = format_markdown(Table("", columns, rows))
     return table.partition("\n\n")[2].strip() + "\n"
 
@@ -97,15 +96,15 @@ def _format_answer(claims: list[StudiedClaim], open_claims: list[Claim], picture
         f" them alone. What was tried before stands in [{REGISTRATIONS}]({REGISTRATIONS}).",
         "",
     ]
-    if not ended:
+    if ended:
+        lines += [f"After each: {_COST}, with an interval of 90 %, and the verdict by part.", ""]
+    else:
         lines.append("**No claim has been run to its verdict yet.**")
     for studied in ended[:_MOST_ANSWERS]:
-        part, n, estimate, _ = next(iter(studied.estimates), ("", "0", "–", ""))
-        more = len(studied.estimates) - 1
-        others = f", and {more} more" if more > 0 else ""
         lines.append(
             f"- **{escape_markdown(studied.verdict)}**: {escape_markdown(studied.claim.says)}"
-            f" ({part}: {estimate}, n = {n}{others}; [details](#{_anchor(studied)}))"
+            f" {escape_markdown(studied.format_costs())}, n = {studied.judgement.n}"
+            f" ([{studied.claim.name}](#{_anchor(studied)}))"
         )
     if len(ended) > _MOST_ANSWERS:
         lines.append(f"\nThe other {len(ended) - _MOST_ANSWERS} have sections below, too.")

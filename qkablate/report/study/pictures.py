@@ -6,6 +6,7 @@ the picture and not the checksum.
 
 import math
 import re
+from collections import Counter
 from collections.abc import Iterator, Mapping
 from typing import Any
 
@@ -112,6 +113,7 @@ def answers_chart(claims: list[StudiedClaim]) -> Chart | None:
 
 def _rows(studied: StudiedClaim) -> list[Spec]:
     judgement = studied.judgement
+    counts = Counter(judged.comparison.part for judged in judgement.parts)
     rows: list[Spec] = []
     for judged in judgement.parts if judgement.has_ended else ():
         part = judged.part
@@ -124,7 +126,9 @@ def _rows(studied: StudiedClaim) -> list[Spec]:
         estimate = base.round_digits(mean, 4) if abs(mean) <= _FARTHEST else None
         low, high, mean = (max(-_FARTHEST, min(_FARTHEST, end)) for end in (low, high, mean))
         edges = {"noninferior": [1], "worse": [1], "better": [-1]}.get(part.kind, [-1, 1])
-        label = f"{studied.claim.name}: {part.name}: {judged.word}"
+        own = judged.comparison.part  # the arms' settings are needed where it has several
+        name = own if counts[own] == 1 else part.name
+        label = f"{studied.claim.name}: {name}: {judged.word}"
         rows.append(
             {"arm": label, "gap": base.round_digits(mean, 4), "edges": edges}
             | {"low": base.round_digits(low, 4), "high": base.round_digits(high, 4)}

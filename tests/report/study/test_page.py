@@ -36,11 +36,22 @@ def test_readme_has_the_table_of_the_answers():
 
 
 def test_parts_that_decide_a_claim_come_first():
-    ended = [studied for studied in read_claims(STUDY) if studied.estimates]
+    ended = [studied for studied in read_claims(STUDY) if studied.deciding]
     assert ended
     for studied in ended:
-        words = [word.startswith(str(studied.judgement.word)) for *_, word in studied.estimates]
-        assert words == sorted(words, reverse=True)
+        decides = [part.word == studied.judgement.word for part in studied.deciding]
+        assert decides == sorted(decides, reverse=True)
+
+
+def test_costs_are_those_of_the_variant_whatever_a_part_compares():
+    """A loss of standard less that of a variant, and an accuracy, change their sign."""
+    costs = {studied.claim.name: studied.format_costs() for studied in read_claims(STUDY)}
+    assert "no_o at equal params: +0.008 [+0.004, +0.012] nats" in costs["encoder_translation"]
+    assert "shared_qk: +0.014 [+0.007, +0.021] nats" in costs["encoder_translation"]
+    assert "shared_qk: +0.236 [+0.197, +0.274] of accuracy" in costs["directed"]
+    assert "tied_qkv: +0.000, as all runs answer everything" in costs["one_projection"]
+    assert "no_q sites=cross less that at sites=decoder: -0.004" in costs["cross_needs_both"]
+    assert "no_q: +0.004 [-0.002, +0.009] nats (UNDERPOWERED)" in costs["encoder_decoder"]
 
 
 @pytest.fixture
@@ -58,7 +69,7 @@ def study(qkablate, outputs, tmp_path):
 def test_page_has_answer_evidence_and_limits(study):
     page = (study / PAGE).read_text(encoding="utf-8")
     assert (
-        "- **INSENSITIVE**: Keys alone are enough. (within: +0.0490 [+0.0473, +0.0507], n = 3"
+        "- **INSENSITIVE**: Keys alone are enough. no_q: +0.049 [+0.047, +0.051] nats, n = 3"
         in page
     )
     for text in (
@@ -80,9 +91,9 @@ def test_page_has_answer_evidence_and_limits(study):
 
 def test_table_for_a_readme_has_the_same_figures(study):
     (head, _, row) = (study / SNIPPET).read_text(encoding="utf-8").splitlines()
-    assert head == "| claim | verdict | part | measured, interval | n |"
-    cells = "Keys alone are enough. | INSENSITIVE | within | +0.0490 [+0.0473, +0.0507] | 3"
-    assert row == f"| {cells} |"
+    assert head.startswith("| claim | says | verdict | what the variant costs (positive: worse),")
+    cells = "Keys alone are enough. | INSENSITIVE | no_q: +0.049 [+0.047, +0.051] nats | 3"
+    assert row == f"| `mine` | {cells} |"
 
 
 def test_page_and_pictures_are_the_same_when_made_again(study, qkablate):

@@ -23,7 +23,8 @@ def answer(*values):
     """Return a claim that has ended, of one part with a margin of 0.01."""
     part = SimpleNamespace(sample=Sample(values), margin=0.01, open_below=False, open_above=False)
     part.kind, part.name = "worse", "part"
-    judged = SimpleNamespace(part=part, word="SUPPORTED")
+    comparison = SimpleNamespace(part="part")
+    judged = SimpleNamespace(part=part, word="SUPPORTED", comparison=comparison)
     judgement = SimpleNamespace(has_ended=True, parts=[judged], alpha=0.05)
     return SimpleNamespace(claim=SimpleNamespace(name="claim"), judgement=judgement)
 
