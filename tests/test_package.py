@@ -212,7 +212,7 @@ def test_commands_of_the_docs_work(
     (tmp_path / "pairs.tsv").write_text("".join(["en\tde\n", *pairs]), encoding="utf-8")
     prepared(words)
     if _reads_published_runs(words):  # of a small claim in the place of a large one
-        words = ["mine" if word == "one_head" else word for word in words]
+        words = ["mine" if word == "directed" else word for word in words]
         own = [word for word in tiny if word.startswith("data.path=")]  # the claim's is not read
         done = qkablate(*words, *(own if words[0] == "reproduce" else []))
         # Intervals of 95 % miss in one of twenty cases, and then the command says so.
@@ -223,7 +223,7 @@ def test_commands_of_the_docs_work(
     if words[0] == "data" and words[1] in ("info", "show"):
         assert qkablate("data", "prepare", *words[2:]).code == 0
     if words[0] == "report":  # a claim takes a hundred runs, and a shell expands the patterns
-        words = [word for word in words if word != "one_head"]
+        words = [word for word in words if word != "directed"]
         words = [name for word in words for name in sorted(glob.glob(word)) or [word]]
     if words[0] == "sync":  # there is no server
         words = [*words, *["--dry-run"] * ("--dry-run" not in words)]
@@ -243,9 +243,8 @@ def test_commands_of_the_docs_work(
     if "sweep.tune=true" in words:  # dozens of runs; tests/sweeps/planning/test_tuning.py tunes
         words.append("--dry-run")
     if words[:2] == ["claim", "run"]:  # a hundred runs; tests/cli/test_claim.py runs a small one
-        lengths = ["train.steps=16,24,32", "train.eval_every=2"]  # enough readings for a course
-        lengths += [word for word in tiny if not word.startswith(("train.steps", "train.eval"))]
-        done = qkablate(*words, *lengths, *(["--dry-run"] * ("--dry-run" not in words)))
+        own = [word for word in tiny if word.startswith(("threads", "tracking."))]
+        done = qkablate(*words, *own, *(["--dry-run"] * ("--dry-run" not in words)))
         assert done.code == 0, done.err
         return
     if words[:2] == ["claim", "show"]:

@@ -25,6 +25,7 @@ from qkablate.runs.run import find_run
 if TYPE_CHECKING:
     import numpy as np
 
+    from qkablate.analysis.study.study import Record
     from qkablate.training.recorders.run_evaluation import DocumentSums, EvaluatedRun
     from qkablate.training.warm_start.restore import RestoredRun
 
@@ -77,10 +78,11 @@ class EvaluationGap:
     documents: int
 
 
-def evaluate(run: str | Path, *, split: str = "val", **keys: Any) -> Evaluation:
+def evaluate(run: "str | Path | Record", *, split: str = "val", **keys: Any) -> Evaluation:
     """Evaluate a trained run without training, as `qkablate eval` does.
 
-    Without keys of data, on the run's own data, and on as much of it as in training.
+    The run is a name, a folder, or what `train` and `load_runs` return. Without keys of data, on
+    the run's own data, and on as much of it as in training.
 
     >>> evaluate("merged_w", data="wikitext2").loss
     """
@@ -91,7 +93,8 @@ def evaluate(run: str | Path, *, split: str = "val", **keys: Any) -> Evaluation:
             raise UserError(f"{key}: there is no such key{nearest_hint(key, EVAL_KEYS)}")
     if split not in HELD_OUT_SPLITS:
         raise UserError(f"split: {not_one_of(split, HELD_OUT_SPLITS)}")
-    return evaluate_runs([str(run)], values, split)[0]
+    folder = run if isinstance(run, str | Path) else run.folder
+    return evaluate_runs([str(folder)], values, split)[0]
 
 
 def evaluate_runs(

@@ -104,6 +104,7 @@ def plan_sweep(
     """
     from tqdm import tqdm
 
+    from qkablate.analysis.publication.archive import refuse_archives
     from qkablate.sweeps.engines.factory import check_engine
     from qkablate.sweeps.planning.arms import Overrides
     from qkablate.sweeps.planning.expand import Grid, expand_grid
@@ -125,6 +126,7 @@ def plan_sweep(
             return config
 
         manifest = expand_grid(grid, compose, ["qkablate", *command], note)
+    refuse_archives(manifest.out)
     return pack_manifest(manifest, request)
 
 

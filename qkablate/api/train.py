@@ -52,10 +52,12 @@ def train_config(
 
     To `extend` a shorter run, the config must not be resolved.
     """
+    from qkablate.analysis.publication.archive import refuse_archives
     from qkablate.training.resolve import plan_run
     from qkablate.training.vmapped.program import train_planned
     from qkablate.training.warm_start.extension import find_extension
 
+    refuse_archives(config.out)
     branching = NO_BRANCHING
     if extend:
         config, branch = find_extension(config)

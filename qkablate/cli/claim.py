@@ -56,11 +56,11 @@ that no earlier run counts.
 
 Examples
   qkablate claim list
-  qkablate claim run one_head --dry-run    its runs, and how long they take here
-  qkablate claim run one_head              train them; the same command resumes
-  qkablate claim show one_head             verdict, intervals, seeds needed
-  qkablate claim run one_head --from docs/study/results   train what is missing
-  qkablate claim run one_head scale=gpu
+  qkablate claim run directed --dry-run    its runs, and how long they take here
+  qkablate claim run directed              train them; the same command resumes
+  qkablate claim show directed             verdict, intervals, seeds needed
+  qkablate claim run directed --from docs/study/results   train what is missing
+  qkablate claim run directed scale=gpu
   qkablate claim run my_claim.yaml data=text data.path=book.txt
 
 Flags
@@ -142,7 +142,8 @@ class _ClaimRequest:
                 raise UserError(no_such_key(key, [*KEYS, *SWEEP_KEYS]))
         out = pairs.get("out", "outputs")
         self.out = unpacked(out) if reads_only else out
-        self.words = words
+        is_archive = self.out != out  # which is no place for runs
+        self.words = [w for w in words if not (is_archive and w.startswith("out="))]
         if name in registered_names(self.out) and name not in claim_names():
             self.claim = find_registrations(self.out, name)[-1].claim  # from a user's file
         else:
@@ -216,7 +217,7 @@ def _list(words: list[str], *, as_json: bool) -> int:
         "min: minutes here at scale=small, by the time of a training step; --dry-run times the"
         " claim's own"
     )
-    print_next_commands(["claim", "run", "one_head", "--dry-run"])
+    print_next_commands(["claim", "run", "directed", "--dry-run"])
     return 0
 
 

@@ -6,7 +6,7 @@ from collections.abc import Collection
 from pathlib import Path
 
 from qkablate.cli.arguments import claim_name
-from qkablate.errors import UserError
+from qkablate.errors import UserError, nearest_hint
 from qkablate.runs.listing import find_run_folders
 from qkablate.runs.run import match_name, no_match
 
@@ -59,6 +59,10 @@ def find_by_name(word: str, out: str, kinds: Collection[str]) -> tuple[str, Path
 
         if word in claim_names():
             raise UserError(f"claim {word} has not been run in '{root}': qkablate claim run {word}")
+        if not known and (nearest := nearest_hint(word, claim_names())):
+            raise UserError(
+                f"there is no claim '{word}'{nearest}, and none has been run in '{root}'"
+            )
     *first, last = [kind for kind in KINDS if kind in kinds]
     choice = f"{', '.join(first)} or {last}" if first else last
     raise no_match(choice, word, root, known)

@@ -25,12 +25,12 @@ machines. A run that is published with other figures is refused. The same runs
 give the same bytes.
 
 Examples
-  qkablate publish one_head              into docs/study/results
-  qkablate publish one_head -o shared
+  qkablate publish directed              into docs/study/results
+  qkablate publish directed -o shared
   qkablate results shared                archives are read like sweeps
   qkablate report shared -o shared.html
-  qkablate claim show one_head out=shared
-  qkablate claim run one_head --from shared    train only what is missing there
+  qkablate claim show directed out=shared
+  qkablate claim run directed --from shared    train only what is missing there
 
 Flags
 {flags}

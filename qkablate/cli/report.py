@@ -29,7 +29,7 @@ Examples
   qkablate report quick -o quick.html
   qkablate report quick --format svg     its charts, one file each, for a paper
   qkablate report quick -o quick.md      its text and tables
-  qkablate report one_head               a claim, with its verdict
+  qkablate report directed               a claim, with its verdict
   qkablate report outputs/runs/standard-*   these runs, paired where possible
   qkablate report docs/study/results     published runs, a section each claim
   qkablate report quick --margin 0.01    and which arms are not worse by 0.01

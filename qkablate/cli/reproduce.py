@@ -15,7 +15,7 @@ from qkablate.cli.arguments import (
 from qkablate.compose.configs import open_hydra, parse_value
 from qkablate.compose.words import parse_values
 from qkablate.config import KEYS, Config, has_role, no_such_key
-from qkablate.errors import UserError, print_stderr, sanitize
+from qkablate.errors import UserError, nearest_hint, print_stderr, sanitize
 from qkablate.table import format_list, print_table, print_text
 
 if TYPE_CHECKING:
@@ -47,9 +47,9 @@ bit for bit; elsewhere it must lie within 3 √2 standard deviations between the
 seeds of its arm.
 
 Examples
-  qkablate reproduce one_head
-  qkablate reproduce one_head --seeds 6      fewer runs, wider intervals
-  qkablate reproduce one_head --check        three of its runs, bit for bit
+  qkablate reproduce directed
+  qkablate reproduce directed --seeds 6      fewer runs, wider intervals
+  qkablate reproduce directed --check        three of its runs, bit for bit
   qkablate reproduce all --check 1
 
 Keys are those that change no number: out, workers, threads, data.cache. Of a
@@ -87,6 +87,8 @@ def main(argv: list[str]) -> int:
     names = [word for word in given if "=" not in word]
     words = [word for word in given if "=" in word]
     if len(names) != 1:
+        if args.check and count == CHECKED and args.check in names:
+            raise UserError(f"--check: '{args.check}' is not a whole number from 1")
         raise UserError("give one claim, or all: qkablate reproduce NAME")
     name = claim_name(names[0])
     if count is not None and args.seeds is not None:
@@ -110,8 +112,9 @@ def main(argv: list[str]) -> int:
         if name in ("all", registration.claim.name, registration.claim.folder_name)
     ]
     if not claims:
-        known = ", ".join(sorted({archive.rsplit("-", 2)[0] for archive in archives}))
-        raise UserError(f"'{folder}' has no runs of '{sanitize(name)}'; it has {known}")
+        known = sorted({archive.rsplit("-", 2)[0] for archive in archives})
+        hint = nearest_hint(name, known) or f"; it has {', '.join(known)}"
+        raise UserError(f"'{folder}' has no runs of '{sanitize(name)}'{hint}")
     codes = []
     for registration, archive in claims:
         try:

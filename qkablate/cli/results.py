@@ -58,16 +58,16 @@ L = E + A·N^−α + B·D^−β, and how many times the arm's compute, parameter
 tokens its baseline needs for the same loss.
 
 A gap is the test loss of an arm minus that of its baseline with the same seed,
-in nats. The interval over pairs decides: Student's t, widened where the gaps
-are skewed. `p` is adjusted by Holm's method over all gaps shown. `detectable`
-is the smallest gap that these seeds detect with 80 % power. The BCa bootstrap
-and the exact sign-flip test are shown for comparison. `SE over documents` is
-the gap's standard error over the documents of the test split (of pairs and
-tags: files, or pairs), which the interval over seeds leaves out. The audit
-lists what else than the arm may explain the gap. The function distance measures
-how much the predictions of arm and baseline differ, next to the distance
-between two seeds and the distance that rounding alone causes
-(variant=standard_reassociated).
+in nats. The test over pairs decides: Student's t, corrected where the gaps are
+skewed. `p` is adjusted by Holm's method over all gaps shown, the interval is
+that of one gap alone. `detectable` is the smallest gap that these seeds detect
+with 80 % power. The BCa bootstrap and the exact sign-flip test are shown for
+comparison. `SE over documents` is the gap's standard error over the documents
+of the test split (of pairs and tags: files, or pairs), which the interval over
+seeds leaves out. The audit lists what else than the arm may explain the gap.
+The function distance measures how much the predictions of arm and baseline
+differ, next to the distance between two seeds and the distance that rounding
+alone causes (variant=standard_reassociated).
 
 Flags
 {flags}

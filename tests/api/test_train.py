@@ -38,6 +38,8 @@ def test_a_second_call_returns_the_result(keys):
     assert (first.folder / "result.json").stat().st_mtime_ns == ended
     assert api.train(rerun=True, **keys).test == first.test
     assert (first.folder / "attempts" / "1").is_dir()
+    where = {"data.cache": keys["data.cache"]}
+    assert api.evaluate(first, split="test", tokens="all", **where).run == first.folder.name
 
 
 def test_a_run_extends_a_shorter_one(keys):

@@ -12,6 +12,7 @@ from qkablate.sweeps.planning import estimate
 from qkablate.sweeps.running.state import link_run
 from tests.cli.helpers import assert_refused, complete, proposed_commands
 
+PUBLISHED = Path(__file__).parents[2] / "docs" / "study" / "results"
 PART = {"arm": "no_q", "kind": "noninferior", "margin": 3}
 CLAIM = {
     "says": "Keys alone are enough.",
@@ -467,6 +468,7 @@ MISTAKES = [
     (["run", "one_hed"], "claim 'one_hed' (nearest: one_head)"),
     (["show", "nowhere.yaml"], "there is no file 'nowhere.yaml'; `qkablate claim list`"),
     (["run", "one_head", "gpu"], "'gpu' is not key=value"),
+    (["run", "directed", f"out={PUBLISHED}"], "has archives of published runs, which"),
     (["run", "one_head", "=3"], "'=3' is not key=value"),
     (["show", "one_head", "workers=99999"], "workers: 99999 is not auto, or a number from 1"),
     (["show", "one_head", "variant.norm=foo"], "variant.norm: 'foo' is not one of none, qk"),

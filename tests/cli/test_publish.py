@@ -141,6 +141,8 @@ def test_mistakes_are_one_line(qkablate, outputs):
     Path("file").write_text("")
     assert_refused(qkablate("publish"), "give a claim")
     assert_refused(qkablate("publish", "mien"), "'mien'")
+    other = qkablate("publish", "one_haed", "out=new")
+    assert_refused(other, "(nearest: one_head), and none has been run in 'new'")
     assert_refused(qkablate("publish", "mine", "-o", "file"), "'file' is not a folder")
     assert_refused(qkablate("results", "file.json.gz"), "file.json.gz")
 

@@ -121,6 +121,11 @@ def test_trained_run_is_repeated_bit_for_bit(qkablate, outputs, monkeypatch):
 
 
 def test_mistakes_are_one_line(qkablate, published):
+    assert_refused(qkablate("reproduce", "mie", "--from", "shared"), "'mie' (nearest: mine)")
+    assert_refused(
+        qkablate("reproduce", "mine", "--check", "x", "--from", "shared"),
+        "--check: 'x' is not a whole number",
+    )
     shared = ["--from", "shared"]
     for words, message in (
         ([], "give one claim, or all"),

@@ -27,7 +27,7 @@ from qkablate.analysis.comparison.audit import (
 )
 from qkablate.analysis.comparison.curves import slope_weights
 from qkablate.analysis.comparison.decision import Verdict
-from qkablate.analysis.comparison.gaps import Gap, is_sensitive, measure_gap
+from qkablate.analysis.comparison.gaps import MARGINS, Gap, is_sensitive, measure_gap
 from qkablate.analysis.comparison.lr_curves import LrCurve, find_lr_curves
 from qkablate.analysis.outliers import measure_risks
 from qkablate.analysis.scaling.asymptote import fit_asymptote
@@ -217,6 +217,12 @@ def _audit_part(
         text = f"the rates were tuned for the validation loss, not for {measure.noun}"
         other, tuned = AuditCheck("learning rate", WARNING, text), ("learning rate", OK)
         checks = [other if (check.name, check.state) == tuned else check for check in checks]
+        leads = [lead for gap in gaps if (lead := measure.lead(gap)) is not None]
+        if leads and not is_sensitive(min(leads), spec.margin):
+            lead = f"in {measure.noun} the baseline beats `uniform` by {min(leads):.4f} or more"
+            text = f"{lead}, less than {MARGINS} margins of {spec.margin:g}; raise train.steps"
+            low = AuditCheck("floor", WARNING, text)
+            checks = [low if check.name == "floor" else check for check in checks]
     return checks
 
 

@@ -162,6 +162,14 @@ def find_archives(word: str | Path) -> list[Path]:
         return []
 
 
+def refuse_archives(out: str) -> None:
+    """Raise UserError for a folder of archives as that of new runs: it would hide them."""
+    if find_archives(out):
+        raise UserError(
+            f"out: '{out}' has archives of published runs, which are read only; give another folder"
+        )
+
+
 def read_archive(path: Path) -> Archive:
     """Read an archive; UserError if it is damaged, or not as SHA256SUMS has it."""
     try:

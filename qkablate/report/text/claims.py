@@ -276,7 +276,7 @@ def _part_to_json(judged: PartJudgement, alpha: float) -> dict[str, object]:
         "interval_level": 1 - 2 * alpha,
         "p_supported": part.p_supported,
         "p_refuted": part.p_refuted,
-        "bca": sample.bca,
+        "bca": sample.bca and unit.natural_interval(*sample.bca),
         "sign_flip": sample.sign_flip,
         "detectable": sample.detectable(2 * alpha),
         "arm_diverged": sum(gap.arm_diverged for gap in judged.gaps),

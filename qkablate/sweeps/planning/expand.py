@@ -11,10 +11,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from qkablate.config import KEYS, Config, ControlConfig, GridConfig, flatten
+from qkablate.config import KEYS, Config, ControlConfig, GridConfig, flatten, variants
 from qkablate.config.sweep import as_quoted, fixes_length, list_also
 from qkablate.config.variant import SIZES
-from qkablate.errors import ImpossibleConfig, UserError
+from qkablate.errors import ImpossibleConfig, UserError, not_one_of
 from qkablate.runs.run import LABEL_KEYS
 from qkablate.sweeps.planning.arms import (
     ArmResolver,
@@ -272,6 +272,8 @@ class _Expansion:
         if setting is None:
             return None
         values: dict[str, Any] = {"variant": setting} if isinstance(setting, str) else setting
+        if isinstance(setting, str) and not setting.endswith(".py") and setting not in variants():
+            raise UserError(f"sweep.baseline: {not_one_of(setting, variants())}")
         _refuse_run_keys("baseline", map(str, values), ", and the two runs of a pair share it")
         if "variant" in values:
             own = VARIANT_KEYS - {"variant.rope_dims"}  # which is the positions' kind

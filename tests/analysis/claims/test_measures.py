@@ -104,7 +104,12 @@ def test_equal_chance_of_all_arms_tells_nothing(world):
     made = frozen(world, own).finish(
         lambda run: {"accuracy": {"test": 0.1 + noise(run)}, "chance": 0.1}
     )
-    assert judged(made, own).word == "INSENSITIVE"
+    found = judged(made, own)
+    assert found.word == "INSENSITIVE"
+    (floor,) = (check for check in found.parts[0].checks if check.name == "floor")
+    assert floor.is_warning
+    assert "in accuracy the baseline beats `uniform` by" in floor.message
+    assert floor.message.endswith("less than 3 margins of 0.05; raise train.steps")
 
 
 def test_failure_of_a_run_is_measured_in_the_share_it_loses(world):

@@ -108,6 +108,7 @@ MISSPELT = [  # more, without models, in tests/compose/test_grid.py
     (["variant.file=/nope.py"], r"variant\.file: cannot read '/nope.py'"),
     (["sweep.baseline={model.heads: two}"], r"model\.heads: 'two' is not a whole number"),
     (["sweep.baseline={data.path: 'a(b'}"], r"data\.path"),
+    (["sweep.baseline=no_qq"], r"sweep\.baseline: 'no_qq' \(nearest: no_q\) is not one of"),
     (["sweep.filter=['model.haeds > 1']"], r"sweep\.filter: .*\(nearest: model.heads\)"),
     (["sweep.filter=['model.heads > 1','no']"], r"sweep\.filter: 'no': there is no key 'no'"),
     (["sweep.baseline=null", "control=params"], "control=params needs a baseline"),
