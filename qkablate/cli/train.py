@@ -131,6 +131,8 @@ def _train(
 
     extend = "--extend" in flags
     config = ranks.resolve(load(composed, resolved=not extend))
+    if ranks.is_first:
+        _note_other_variant(config, HydraConfig.get().overrides.task)
     from qkablate.data.corpus import check_available
 
     check_available(config.data)
@@ -166,6 +168,15 @@ def _train(
         raise SystemExit(128 + outcome.signal)
     status = outcome.result["status"]
     return EXIT_CODES[status], outcome.result["loss"]["val"] if status == "done" else math.inf
+
+
+def _note_other_variant(config: Config, typed: list[str]) -> None:
+    """Say if the keys of the variant make it another one, as variant=qk_norm variant.norm=none."""
+    asked = dict(word.split("=", 1) for word in typed if "=" in word).get("variant")
+    name = config.variant.name
+    if asked in variants() and name in variants() and name != asked:
+        keys = " ".join(word for word in typed if word.startswith("variant."))
+        print_stderr(f"{asked} with {keys} is {name}")
 
 
 def _words_of_extension(config: Config, typed: list[str]) -> list[str]:

@@ -32,6 +32,21 @@ def test_a_short_run_says_of_how_many_tokens_its_losses_are(qkablate, tiny):
     assert "val and train of" not in whole
 
 
+@pytest.mark.parametrize(
+    ("words", "note"),
+    [
+        (["variant=qk_norm", "variant.norm=none"], "qk_norm with variant.norm=none is standard"),
+        (["variant=low_rank_w", "variant.rank=4"], ""),
+    ],
+)
+def test_a_variant_that_its_keys_make_another_one_is_named(qkablate, tiny, words, note):
+    done = qkablate("train", *words, *tiny)
+    assert done.code == 0
+    assert (f"{note}\n" if note else "") == "".join(
+        line for line in done.err.splitlines(keepends=True) if " is standard" in line
+    )
+
+
 def test_bits_per_byte_that_are_not_known_are_left_out(qkablate, tiny, monkeypatch):
     """Those of a part of the test split need the files of its tokenizer."""
     words = [*tiny, "train.test_tokens=32"]

@@ -219,8 +219,8 @@ def _audit_part(
         checks = [other if (check.name, check.state) == tuned else check for check in checks]
         leads = [lead for gap in gaps if (lead := measure.lead(gap)) is not None]
         if leads and not is_sensitive(min(leads), spec.margin):
-            lead = f"in {measure.noun} the baseline beats `uniform` by {min(leads):.4f} or more"
-            text = f"{lead}, less than {MARGINS} margins of {spec.margin:g}; raise train.steps"
+            beaten = f"in {measure.noun} the baseline beats `uniform` by {min(leads):.4f} or more"
+            text = f"{beaten}, less than {MARGINS} margins of {spec.margin:g}; raise train.steps"
             low = AuditCheck("floor", WARNING, text)
             checks = [low if check.name == "floor" else check for check in checks]
     return checks
