@@ -32,7 +32,7 @@ CHECKED = 3  # runs of a claim, unless a number is given
 HELP = """qkablate reproduce: train published claims again: do the numbers agree?
 
 Usage: qkablate reproduce CLAIM|all [--seeds N] [--retry failed] [--from FOLDER]
-                          [key=value …]
+                          [--dry-run] [key=value …]
        qkablate reproduce CLAIM|all --check [N] [--from FOLDER] [data.path=FILE]
 
 Trains the claim's runs on this machine, with seeds that no published run has
@@ -47,14 +47,16 @@ bit for bit; elsewhere it must lie within 3 √2 standard deviations between the
 seeds of its arm.
 
 Examples
+  qkablate reproduce directed --dry-run      its runs, and how long they take
   qkablate reproduce directed
   qkablate reproduce directed --seeds 6      fewer runs, wider intervals
   qkablate reproduce directed --check        three of its runs, bit for bit
   qkablate reproduce all --check 1
 
-Keys are those that change no number: out, workers, threads, data.cache. Of a
-claim about a file, no file of this machine is read but the one that you give:
-data.path=FILE (or data.files, data.name, as the claim has it).
+Keys are those that change no number: out, workers, threads, data.cache,
+tracking.wandb; with --check those of the data alone. Of a claim about a file,
+no file of this machine is read but the one that you give: data.path=FILE (or
+data.files, data.name, as the claim has it).
 
 Flags
 {flags}
@@ -72,6 +74,7 @@ PARSER.add_argument(
 )
 PARSER.option("--from", "FOLDER", f"the published runs; the default is {FOLDER}")
 PARSER.option("--seeds", "N", "number of seeds; the default is the claim's own", whole_number(3))
+PARSER.switch("--dry-run", "show the runs, and how long they take here; train nothing")
 PARSER.option("--retry", "failed", "train failed runs again, too", one_of(["failed"]))
 
 
@@ -95,6 +98,8 @@ def main(argv: list[str]) -> int:
         raise UserError("--seeds has no meaning with --check: the runs have the published seeds")
     if count is not None and args.retry is not None:
         raise UserError("--retry has no meaning with --check: it begins every run anew")
+    if count is not None and args.dry_run:
+        raise UserError("--dry-run has no meaning with --check: N runs are trained")
     _check_keys(words)
 
     from qkablate.analysis.publication.archive import find_archives, read_archive
@@ -190,7 +195,7 @@ def _reproduce(registration: "Registration", root: str, args: Namespace, words: 
     from qkablate.analysis.study.study import read_study
     from qkablate.api.reproduce import reproduction_request
     from qkablate.api.sweep import plan_sweep
-    from qkablate.cli.launch import run_and_print
+    from qkablate.cli.launch import run_and_print, show_plan
 
     claim = registration.claim
     check_claim(claim)
@@ -213,6 +218,8 @@ def _reproduce(registration: "Registration", root: str, args: Namespace, words: 
 
         manifest, slots = plan_sweep(request, command, check)
     _note_other_data(published, manifest)
+    if args.dry_run:
+        return show_plan(manifest, slots, request, as_json=False)
     code = run_and_print(manifest, slots, request, retry=args.retry is not None)
     if code:
         return code

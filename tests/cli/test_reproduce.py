@@ -54,6 +54,18 @@ def test_equal_truth_agrees(qkablate, published, made_up, name):
     assert json.loads(shown)["seeds"] == 3
 
 
+def test_dry_run_shows_the_plan_and_trains_nothing(qkablate, published):
+    done = qkablate("reproduce", "mine", "--from", "shared", *published, "--dry-run")
+    assert done.code == 0, done.err
+    assert "9 runs of 3 arms" in done.out
+    assert "cost " in done.out
+    assert not Path("outputs/runs").exists()
+    assert_refused(
+        qkablate("reproduce", "mine", "--from", "shared", "--check", "--dry-run"),
+        "--dry-run has no meaning with --check",
+    )
+
+
 def test_other_truth_disagrees(qkablate, published, made_up, monkeypatch):
     monkeypatch.setitem(GAPS, "no_q", 0.2)
     done = qkablate("reproduce", "mine", "--from", "shared", *published, "--seeds", "4")
