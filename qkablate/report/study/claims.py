@@ -110,8 +110,20 @@ def _format_cost(judged: PartJudgement, alpha: float) -> str:
         return f"{text}: {spec.measure.noun} × {mean:.3g} [{low:.3g}, {high:.3g}]"
     if is_standards != (judged.unit is Unit.SHARE):
         mean, low, high = -mean, -high, -low
-    unit = "nats" if judged.unit is Unit.NATS else f"of {spec.measure.noun}"
+    worth, noun = _attention_worth(judged), spec.measure.noun
+    if judged.unit is Unit.NATS:
+        unit = "nats" if worth is None else f"of {worth:.3f} nats"
+    else:
+        unit = noun if worth is None else f"of {worth:.3f} {noun}"
     return f"{text}: {mean:+.3f} [{low:+.3f}, {high:+.3f}] {unit}"
+
+
+def _attention_worth(judged: PartJudgement) -> float | None:
+    """Return what the baseline gains by attention, in the part's unit; None if it is unknown."""
+    gap, measure = judged.gaps[0], judged.comparison.spec.measure
+    is_plain = len(judged.gaps) == 1 and measure.name in ("gap", "train_loss", "accuracy", "exact")
+    costs = [*measure.costs(gap.floor).values()] if is_plain and gap.floor is not None else []
+    return math.fsum(costs) / len(costs) if costs else None
 
 
 def _format_arms(spec: PartSpec, is_standards: bool) -> str:

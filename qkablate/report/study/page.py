@@ -23,7 +23,7 @@ from qkablate.table import format_list
 
 PAGE, SNIPPET, REGISTRATIONS = "index.md", "answers.txt", "registrations.md"
 _MOST_ANSWERS = 10  # lines of the answer
-_COST = "what the variant costs (positive: worse)"
+_COST = "what the variant costs (positive: worse), of what attention is worth there"
 _SEEDS_OF_TRAINING = "other seeds would give other numbers, as far as the intervals say"
 _HOW = """
 ```bash
@@ -81,7 +81,7 @@ def format_answers(claims: list[StudiedClaim]) -> str:
         rows.append([name, studied.claim.says, verdict, studied.format_costs(), str(judged.n)])
     if not rows:
         return ""
-    columns = ["claim", "says", "verdict", f"{_COST}, 90 % interval", "n"]
+    columns = ["claim", "says", "verdict", f"{_COST}; 90 % interval", "n"]
     table = format_markdown(Table("", columns, rows))
     return table.partition("\n\n")[2].strip() + "\n"
 

@@ -46,12 +46,13 @@ def test_parts_that_decide_a_claim_come_first():
 def test_costs_are_those_of_the_variant_whatever_a_part_compares():
     """A loss of standard less that of a variant, and an accuracy, change their sign."""
     costs = {studied.claim.name: studied.format_costs() for studied in read_claims(STUDY)}
-    assert "no_o at equal params: +0.008 [+0.004, +0.012] nats" in costs["encoder_translation"]
-    assert "shared_qk: +0.014 [+0.007, +0.021] nats" in costs["encoder_translation"]
-    assert "shared_qk: +0.236 [+0.197, +0.274] of accuracy" in costs["directed"]
+    assert "no_o at equal params: +0.008 [+0.004, +0.012] of 0.0" in costs["encoder_translation"]
+    assert "shared_qk: +0.014 [+0.007, +0.021] of 0.032 nats" in costs["encoder_translation"]
+    assert "shared_qk: +0.236 [+0.197, +0.274] of 0.325 accuracy" in costs["directed"]
     assert "tied_qkv: +0.000, as all runs answer everything" in costs["one_projection"]
     assert "no_q sites=cross less that at sites=decoder: -0.004" in costs["cross_needs_both"]
-    assert "no_q: +0.004 [-0.002, +0.009] nats (UNDERPOWERED)" in costs["encoder_decoder"]
+    assert "no_q: +0.004 [-0.002, +0.009] of 0.7" in costs["encoder_decoder"]
+    assert costs["encoder_decoder"].endswith(" nats (UNDERPOWERED)")
 
 
 @pytest.fixture
@@ -69,7 +70,7 @@ def study(qkablate, outputs, tmp_path):
 def test_page_has_answer_evidence_and_limits(study):
     page = (study / PAGE).read_text(encoding="utf-8")
     assert (
-        "- **INSENSITIVE**: Keys alone are enough. no_q: +0.049 [+0.047, +0.051] nats, n = 3"
+        "- **INSENSITIVE**: Keys alone are enough. no_q: +0.049 [+0.047, +0.051] of 0.001 nats, n = 3"
         in page
     )
     for text in (
@@ -92,7 +93,7 @@ def test_page_has_answer_evidence_and_limits(study):
 def test_table_for_a_readme_has_the_same_figures(study):
     (head, _, row) = (study / SNIPPET).read_text(encoding="utf-8").splitlines()
     assert head.startswith("| claim | says | verdict | what the variant costs (positive: worse),")
-    cells = "Keys alone are enough. | INSENSITIVE | no_q: +0.049 [+0.047, +0.051] nats | 3"
+    cells = "Keys alone are enough. | INSENSITIVE | no_q: +0.049 [+0.047, +0.051] of 0.001 nats | 3"
     assert row == f"| `mine` | {cells} |"
 
 
