@@ -56,8 +56,8 @@ class VariantConfig:
     )
     lr: int | float | str = training_key(
         "between",
-        "rate of the changed circuit / optim.lr; matched: moves as fast as standard's; same: 1;"
-        " between: their geometric mean",
+        "rate of the changed circuit, or of queries and keys, / optim.lr; matched: moves as fast as"
+        " standard's; same: 1; between: their geometric mean",
         bounds=(1e-6, 1e6),
         choices=("between", "matched", "same"),
     )
