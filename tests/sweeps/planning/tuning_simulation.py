@@ -19,7 +19,7 @@ from qkablate.sweeps.planning.surface import excess_moment
 
 STUDIES = 2_000
 SHAPES = ("quadratic", "lopsided", "cliff")
-MULTIPLIERS = (1.0, 2.0, 0.1)  # matched learning rate of the circuit; 1: nothing to search
+MULTIPLIERS = (1.0, 2.0, 0.1)  # matched learning rate of the circuit; 1: that of standard
 NOISE = ((0.007, 16), (0.02, 16), (0.02, 6))  # standard deviation between runs, and seeds
 SEEDS = [1000, 1001, 1002]
 
@@ -31,7 +31,7 @@ class Bowl:
         self.shape, self.noise, self.rng = shape, noise, rng
         low, high = sorted((0.0, math.log(matched)))
         self.lr = 4e-3 * math.exp(rng.uniform(-1.2, 1.2))
-        self.circuit = math.exp(rng.uniform(low, high))
+        self.circuit = math.exp(rng.uniform(low - 0.35, high + 0.35))
         self.steepness = 0.12 * math.exp(rng.normal(0, 0.3))
         self.circuit_steepness = 0.01 * math.exp(rng.normal(0, 0.5))
 
@@ -62,7 +62,7 @@ class _Arm:
 
     def __init__(self, matched: float) -> None:
         self.overrides: dict[str, str] = {}
-        self.matched_lr = matched
+        self.matched_lr, self.has_circuit_lr = matched, True
         self.config = SimpleNamespace(optim=SimpleNamespace(lr=4e-3))
         self.default_rates = Rates(4e-3, matched)
 
@@ -126,7 +126,7 @@ def simulate(
     studies: int,
     note: Callable[[], object] = lambda: None,
 ) -> Row:
-    """Compare two arms with the same minimum; the second one's circuit has a multiplier."""
+    """Compare standard with an arm of the same minimum, whose circuit has another matched rate."""
     rng = np.random.default_rng(1)
     covered: list[bool] = []
     without: list[bool] = []
