@@ -46,6 +46,8 @@ def _more_seeds(study: Study) -> dict[str, str]:
     """Return the seeds of the runs and new ones, which tuning has not used."""
     given = {record.seed for record in study.records}
     used = given | {record.seed for record in study.all_records}
+    if study.manifest is not None:
+        used |= {*study.manifest.tuning_seeds}
     new = (seed for seed in itertools.count() if seed not in used)
     seeds = sorted([*given, *itertools.islice(new, _SEEDS - len(given))])
     is_range = seeds == [*range(_SEEDS)]

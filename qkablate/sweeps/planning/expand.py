@@ -136,6 +136,7 @@ class _Expansion:
             command=command,
             combinations=None if settings.design == "grid" else (len(combinations), whole),
             fixes_length=fixes_length(settings),
+            tuning_seeds=settings.tuning_seeds if settings.tune else [],
         )
 
     def _with_also(self, arms: list[Overrides]) -> list[Overrides]:

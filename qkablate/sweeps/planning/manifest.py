@@ -197,6 +197,7 @@ class Manifest:
     # Combinations of the axes that are compared, and those of the whole grid.
     combinations: tuple[int, int] | None = None  # None: the whole grid is
     fixes_length: bool = False  # a length of runs is given by sweep.also or a predicate
+    tuning_seeds: list[int] = field(default_factory=list)  # that no other run may have
 
     @functools.cached_property
     def id(self) -> str:

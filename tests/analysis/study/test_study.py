@@ -575,7 +575,7 @@ def test_tuning_runs_are_not_compared(cached_world):
     assert {dict(key)["seed"] for entry in study.entries for key in entry.records} == {0, 1}
     tuning = [record for records in study.tuning.values() for record in records.values()]
     assert len(tuning) == 42
-    assert {dict(record.seeds)["seed"] for record in tuning} == {1000, 1001, 1002}
+    assert {dict(record.seeds)["seed"] for record in tuning} == {1000}  # of three: two rates
     assert all(record.test is None and record.val is not None for record in tuning)
 
 

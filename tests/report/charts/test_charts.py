@@ -669,8 +669,8 @@ def test_best_rate_is_large_and_diverged_rates_are_crosses(section_named):
         ("standard-d16-h2", 4e-3),
         ("no_q-d16-h2", 4e-3),
     }
-    assert len(crosses) == 4  # no_q at three rates of its circuit
-    assert "Crosses: 4 rates at which a run diverged" in chart.caption
+    assert len(crosses) == 6  # both at three rates of their circuits
+    assert "Crosses: 6 rates at which a run diverged" in chart.caption
 
 
 # Claims
