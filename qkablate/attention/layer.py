@@ -414,7 +414,7 @@ class Attention(nn.Module):
         return self.matched_lr != 1 or any(True for _ in self.qk.parameters())
 
     def circuit_lr(self, lr: float | str) -> CircuitLr:
-        """Return `variant.lr` as the multipliers of the circuits follow from it."""
+        """Return what `variant.lr` makes of the multipliers of the circuits."""
         if lr == "matched":
             return CircuitLr()
         factor = self.resolve_lr(lr)

@@ -313,6 +313,8 @@ def _run(request: _ClaimRequest, args: Namespace) -> int:
             more += ["--from", folder] if folder else []
             command = [*request.command("run"), *more]
             manifest, slots = plan_sweep(sweep_request, command)
+        if archive is not None:
+            reuse.note_tuning(archive, manifest)
         for left in manifest.left_out:
             raise UserError(f"{claim.name}: {left.arm} is {left.kind}: {left.reason}")
         comparisons = find_comparisons(claim, manifest.arms.values())

@@ -126,7 +126,7 @@ def main(argv: list[str]) -> int:
             if count is not None:
                 codes.append(_check(registration, archive, count, words))
             else:
-                codes.append(_reproduce(registration, str(root), args, words))
+                codes.append(_reproduce(registration, archive, str(root), args, words))
         except UserError as mistake:
             if len(claims) == 1:
                 raise
@@ -176,7 +176,9 @@ def _check(registration: "Registration", archive: "Archive", count: int, words: 
     return int(not agreements or not all(run.agrees for run in agreements))
 
 
-def _reproduce(registration: "Registration", root: str, args: Namespace, words: list[str]) -> int:
+def _reproduce(
+    registration: "Registration", archive: "Archive", root: str, args: Namespace, words: list[str]
+) -> int:
     """Train the claim again with other seeds, compare its parts, and return the exit code."""
     from qkablate.analysis.claims.claim import find_comparisons
     from qkablate.analysis.claims.judgement import (
@@ -192,6 +194,7 @@ def _reproduce(registration: "Registration", root: str, args: Namespace, words: 
         check_trainable,
         compare_parts,
     )
+    from qkablate.analysis.publication.reuse import note_tuning
     from qkablate.analysis.study.study import read_study
     from qkablate.api.reproduce import reproduction_request
     from qkablate.api.sweep import plan_sweep
@@ -218,6 +221,7 @@ def _reproduce(registration: "Registration", root: str, args: Namespace, words: 
 
         manifest, slots = plan_sweep(request, command, check)
     _note_other_data(published, manifest)
+    note_tuning(archive, manifest)
     if args.dry_run:
         return show_plan(manifest, slots, request, as_json=False)
     code = run_and_print(manifest, slots, request, retry=args.retry is not None)

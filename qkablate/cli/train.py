@@ -155,7 +155,10 @@ def _train(
     except RuntimeError as error:
         if not ranks.is_peer_failure(error):
             raise
-        return 1, math.inf  # the first process has printed why
+        if not ranks.peer_failure_printed:  # before or after the training
+            with suppress(RuntimeError), ranks.report_peer_failure():
+                raise
+        return 1, math.inf
     with suppress(BrokenPipeError):  # as in `| head`: the run is done all the same
         _print_result(outcome.result, outcome.trained, planned.run.folder)
         if not is_multirun:
@@ -175,8 +178,8 @@ def _note_other_variant(config: Config, typed: list[str]) -> None:
     asked = dict(word.split("=", 1) for word in typed if "=" in word).get("variant")
     name = config.variant.name
     if asked in variants() and name in variants() and name != asked:
-        keys = " ".join(word for word in typed if word.startswith("variant."))
-        print_stderr(f"{asked} with {keys} is {name}")
+        keys = " ".join(w for w in typed if w.startswith(("variant.", "model.heads=")))
+        print_stderr(f"{asked} with {keys or 'these settings'} is {name}")
 
 
 def _words_of_extension(config: Config, typed: list[str]) -> list[str]:

@@ -133,7 +133,7 @@ MISTAKES = [
     (["control.tolerance=0.1"], "'control.tolerance=0.1' has no meaning with control=none"),
     (["control=parms"], "control: 'parms' (nearest: params) is not one of flops, none, params"),
     (["control=params", "sweep.baseline=null"], "control=params needs a baseline"),
-    (["sweep.baseline=standrd"], "variant: 'standrd' (nearest: standard) is not one of "),
+    (["sweep.baseline=standrd"], "sweep.baseline: 'standrd' (nearest: standard) is not one of "),
     (['sweep.filter=["model.d_model > 99"]'], "sweep.filter: "),
     (['sweep.filter=["model.d_modl > 9"]'], "there is no key 'model.d_modl'"),
     (["sweep.nme=x"], "sweep.nme: there is no such key (nearest: sweep.name)"),

@@ -218,7 +218,8 @@ def _audit_part(
         other, tuned = AuditCheck("learning rate", WARNING, text), ("learning rate", OK)
         checks = [other if (check.name, check.state) == tuned else check for check in checks]
         leads = [lead for gap in gaps if (lead := measure.lead(gap)) is not None]
-        if leads and not is_sensitive(min(leads), spec.margin):
+        is_share = measure.unit is Unit.SHARE
+        if is_share and leads and not is_sensitive(min(leads), spec.margin):
             beaten = f"in {measure.noun} the baseline beats `uniform` by {min(leads):.4f} or more"
             text = f"{beaten}, less than {MARGINS} margins of {spec.margin:g}; raise train.steps"
             low = AuditCheck("floor", WARNING, text)

@@ -16,10 +16,11 @@ from qkablate.analysis.publication.encoding import Fields
 from qkablate.analysis.publication.publish import mean_document_losses
 from qkablate.analysis.publication.unpack import write_run
 from qkablate.disk import read_file, write_atomic
-from qkablate.errors import UserError
+from qkablate.errors import UserError, print_stderr
 from qkablate.runs.lease import AlreadyRunning
 from qkablate.runs.run import Run, identity
 from qkablate.sweeps.planning.manifest import Manifest
+from qkablate.table import format_list
 
 # Keys whose default depends on the machine, and that are part of a run's id.
 _MACHINE_KEYS = ("matmul", "precision", "compile")
@@ -66,6 +67,23 @@ def count_published(archive: Archive, manifest: Manifest) -> int:
                 f" {_explain(archive, manifest)}"
             )
     return count
+
+
+def note_tuning(archive: Archive, manifest: Manifest) -> None:
+    """Say if arms are tuned in a rate more than when the archive was written."""
+    with refuse_malformed(archive.name):
+        published = [look["manifest"]["arms"] for look in archive.looks.values()]
+        names = [
+            name
+            for name, arm in manifest.arms.items()
+            if manifest.finals and arm.has_circuit_lr and arm.matched_lr == 1
+            if any(name in arms and not arms[name].get("has_circuit_lr") for arms in published)
+        ]
+    if names:
+        print_stderr(
+            f"qkablate: {format_list(names)} had one tuned learning rate when these runs were"
+            " published, and has two here (variant.lr, of queries and keys): it is tuned anew"
+        )
 
 
 def add_runs(archive: Archive, manifest: Manifest) -> None:

@@ -1,6 +1,7 @@
 """The claims of the study: those with published runs, and those that have none yet."""
 
 import math
+from collections import Counter
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -71,11 +72,13 @@ class StudiedClaim:
         A part has its verdict where that is not the claim's.
         """
         judged = self.judgement
-        costs = [
-            _format_cost(part, judged.alpha)
-            + (f" ({part.word})" if part.word != judged.word else "")
-            for part in self.deciding
-        ]
+        counts = Counter(part.comparison.part for part in judged.parts)
+        costs = []
+        for part in self.deciding:
+            own, name = part.comparison.part, part.part.name
+            size = name.removeprefix(own) if counts[own] > 1 else ""
+            word = f" ({part.word})" if part.word != judged.word else ""
+            costs.append(_format_cost(part, judged.alpha, size) + word)
         more = [f"{len(costs) - most} more"] if len(costs) > most else []
         return "; ".join([*costs[:most], *more]) or "–"
 
@@ -93,16 +96,16 @@ class StudiedClaim:
         return math.fsum(s for s in seconds if s is not None) / 60
 
 
-def _format_cost(judged: PartJudgement, alpha: float) -> str:
+def _format_cost(judged: PartJudgement, alpha: float, size: str) -> str:
     part, spec = judged.part, judged.comparison.spec
     is_standards = spec.arm.get("variant") == "standard" != spec.against.get("variant")
-    text = _format_arms(spec, is_standards)
+    text = _format_arms(spec, is_standards) + size
     text += f" on {judged.comparison.world}" if len(spec.data) > 1 else ""
     text += f" at equal {spec.axis}" if spec.axis != "tokens" else ""
     if part.sample.interval(1 - 2 * alpha) is None:
         return f"{text}: unknown"
-    accuracies = [entry.accuracy for gap in judged.gaps for entry in gap.sides]
-    if judged.unit is Unit.SHARE and min(a or 0 for a in accuracies) > _ALL:
+    records = [r for gap in judged.gaps for entry in gap.sides for r in entry.records.values()]
+    if spec.of == "accuracy" and min(record.accuracy or 0 for record in records) > _ALL:
         return f"{text}: +0.000, as all runs answer everything"
     low, high = judged.interval(1 - 2 * alpha)
     mean = judged.unit.natural(part.sample.mean)
@@ -110,12 +113,20 @@ def _format_cost(judged: PartJudgement, alpha: float) -> str:
         return f"{text}: {spec.measure.noun} × {mean:.3g} [{low:.3g}, {high:.3g}]"
     if is_standards != (judged.unit is Unit.SHARE):
         mean, low, high = -mean, -high, -low
-    worth, noun = _attention_worth(judged), spec.measure.noun
-    if judged.unit is Unit.NATS:
-        unit = "nats" if worth is None else f"of {worth:.3f} nats"
-    else:
-        unit = noun if worth is None else f"of {worth:.3f} {noun}"
+    worth = _attention_worth(judged)
+    if worth is not None and is_standards:  # the floor was compared with the variant
+        worth += mean
+    unit = _unit(spec) if worth is None else f"of {worth:.3f} {_unit(spec)}"
     return f"{text}: {mean:+.3f} [{low:+.3f}, {high:+.3f}] {unit}"
+
+
+def _unit(spec: PartSpec) -> str:
+    if spec.measure.unit is not Unit.NATS:
+        return spec.measure.noun
+    nats = "nats" if spec.of == "gap" else f"nats ({spec.measure.noun})"
+    return nats + {"growth": " per doubling of tokens", "asymptote": " (extrapolated)"}.get(
+        spec.horizon, ""
+    )
 
 
 def _attention_worth(judged: PartJudgement) -> float | None:
@@ -138,8 +149,11 @@ def _format_arms(spec: PartSpec, is_standards: bool) -> str:
 
 
 def _format_side(side: Selector) -> str:
-    words = [v if k == "variant" else f"{k.rpartition('.')[-1]}={v}" for k, v in side.items()]
-    return " ".join(map(str, words))
+    words = []
+    for key, value in side.items():
+        shown = "null" if value is None else value
+        words.append(f"{shown}" if key == "variant" else f"{key.rpartition('.')[-1]}={shown}")
+    return " ".join(words)
 
 
 def read_claims(study: Path) -> list[StudiedClaim]:

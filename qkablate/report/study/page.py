@@ -9,6 +9,7 @@ from collections.abc import Iterable
 from pathlib import Path
 
 from qkablate.analysis.claims.claim import Claim
+from qkablate.analysis.comparison.decision import RateScope
 from qkablate.analysis.publication.archive import CHECKSUMS
 from qkablate.disk import make_folder, read_file, replace_file
 from qkablate.report.section import Section, format_n
@@ -76,7 +77,10 @@ def format_answers(claims: list[StudiedClaim]) -> str:
     rows = []
     for studied in _select_ended(claims):
         judged = studied.judgement
-        verdict = f"{judged.word}{' (exploratory)' if judged.exploratory else ''}"
+        # What nearly all share stands beside the table: tuned rates, rare outliers.
+        limits = [text for text in judged.scope if not text.startswith(RateScope.THESE_RATES)]
+        verdict = " ".join([judged.word, *limits])
+        verdict += " (exploratory)" if judged.exploratory else ""
         name = Code(studied.claim.name)
         rows.append([name, studied.claim.says, verdict, studied.format_costs(), str(judged.n)])
     if not rows:

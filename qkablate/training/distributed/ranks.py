@@ -45,6 +45,7 @@ class Ranks:
     local_count: int = 1
     _job_group: Any = None  # the process group that waits for rank 0's job
     _sharded_model: Any = None  # the model, if its weights are sharded
+    peer_failure_printed: bool = False
 
     @classmethod
     def from_environment(cls) -> "Ranks":
@@ -274,6 +275,7 @@ class Ranks:
             if self.is_peer_failure(error):
                 others = f"qkablate: another of the {self.count} processes has ended"
                 print_stderr(f"{others}; the same command resumes from the last checkpoint")
+                self.peer_failure_printed = True
             raise
 
 

@@ -150,7 +150,7 @@ def test_tuned_task_has_accuracies_and_tuning_rows(sweep, tiny):
     tuning = [row for row in rows if row["tuning"]]
     finals = [row for row in rows if not row["tuning"]]
     assert {row["seed"] for row in tuning} == {7}
-    assert len(tuning) == len({row["lr"] for row in tuning}) >= 5
+    assert len(tuning) == len({(row["lr"], row["circuit_lr"]) for row in tuning}) >= 15
     assert [row["seed"] for row in finals] == [0, 1]
     (search,) = json.loads((folder / "lr_search.json").read_text())
     assert {(row["lr"], row["circuit_lr"]) for row in finals} == {(*search["chosen"].values(),)}
