@@ -12,7 +12,7 @@ import traceback
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from datetime import timedelta
 from itertools import islice
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -45,7 +45,7 @@ class Ranks:
     local_count: int = 1
     _job_group: Any = None  # the process group that waits for rank 0's job
     _sharded_model: Any = None  # the model, if its weights are sharded
-    peer_failure_printed: bool = False
+    peer_failure_printed: bool = field(default=False, init=False)
 
     @classmethod
     def from_environment(cls) -> "Ranks":
