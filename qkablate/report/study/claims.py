@@ -20,6 +20,7 @@ from qkablate.analysis.publication.archive import SUFFIX
 from qkablate.analysis.publication.unpack import open_archives, unpacked_claims
 from qkablate.report.section import Section
 
+LEVEL = 0.9  # of the intervals in the table, whatever a claim is judged at
 _ALL = 0.9995  # of the answers, as shown to a tenth of a percent
 RESULTS = "results"  # the folder of the archives in that of the study
 
@@ -78,7 +79,7 @@ class StudiedClaim:
             own, name = part.comparison.part, part.part.name
             size = name.removeprefix(own) if counts[own] > 1 else ""
             word = f" ({part.word})" if part.word != judged.word else ""
-            costs.append(_format_cost(part, judged.alpha, size) + word)
+            costs.append(_format_cost(part, size) + word)
         more = [f"{len(costs) - most} more"] if len(costs) > most else []
         return "; ".join([*costs[:most], *more]) or "–"
 
@@ -96,20 +97,22 @@ class StudiedClaim:
         return math.fsum(s for s in seconds if s is not None) / 60
 
 
-def _format_cost(judged: PartJudgement, alpha: float, size: str) -> str:
+def _format_cost(judged: PartJudgement, size: str) -> str:
     part, spec = judged.part, judged.comparison.spec
     is_standards = spec.arm.get("variant") == "standard" != spec.against.get("variant")
     text = _format_arms(spec, is_standards) + size
     text += f" on {judged.comparison.world}" if len(spec.data) > 1 else ""
     text += f" at equal {spec.axis}" if spec.axis != "tokens" else ""
-    if part.sample.interval(1 - 2 * alpha) is None:
+    if part.sample.interval(LEVEL) is None:
         return f"{text}: unknown"
     records = [r for gap in judged.gaps for entry in gap.sides for r in entry.records.values()]
     if spec.of == "accuracy" and min(record.accuracy or 0 for record in records) > _ALL:
         return f"{text}: +0.000, as all runs answer everything"
-    low, high = judged.interval(1 - 2 * alpha)
+    low, high = judged.interval(LEVEL)
     mean = judged.unit.natural(part.sample.mean)
     if judged.unit is Unit.RATIO:
+        if is_standards:
+            mean, low, high = 1 / mean, 1 / high, 1 / low
         return f"{text}: {spec.measure.noun} × {mean:.3g} [{low:.3g}, {high:.3g}]"
     if is_standards != (judged.unit is Unit.SHARE):
         mean, low, high = -mean, -high, -low

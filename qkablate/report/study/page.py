@@ -14,7 +14,13 @@ from qkablate.analysis.publication.archive import CHECKSUMS
 from qkablate.disk import make_folder, read_file, replace_file
 from qkablate.report.section import Section, format_n
 from qkablate.report.study.anchors import format_anchors
-from qkablate.report.study.claims import RESULTS, StudiedClaim, find_open_claims, read_claims
+from qkablate.report.study.claims import (
+    LEVEL,
+    RESULTS,
+    StudiedClaim,
+    find_open_claims,
+    read_claims,
+)
 from qkablate.report.study.pictures import ANSWERS, draw_pictures, read_hash, render_picture
 from qkablate.report.text.claims import format_audit, format_spec, make_claim_table
 from qkablate.report.text.setting import format_setting
@@ -24,6 +30,7 @@ from qkablate.table import format_list
 
 PAGE, SNIPPET, REGISTRATIONS = "index.md", "answers.txt", "registrations.md"
 _MOST_ANSWERS = 10  # lines of the answer
+_INTERVAL = f"{100 * LEVEL:g} % interval"
 _COST = "what the variant costs (positive: worse), of what attention is worth there"
 _SEEDS_OF_TRAINING = "other seeds would give other numbers, as far as the intervals say"
 _HOW = """
@@ -85,7 +92,7 @@ def format_answers(claims: list[StudiedClaim]) -> str:
         rows.append([name, studied.claim.says, verdict, studied.format_costs(), str(judged.n)])
     if not rows:
         return ""
-    columns = ["claim", "says", "verdict", f"{_COST}; 90 % interval", "n"]
+    columns = ["claim", "says", "verdict", f"{_COST}; {_INTERVAL}", "n"]
     table = format_markdown(Table("", columns, rows))
     return table.partition("\n\n")[2].strip() + "\n"
 
@@ -101,7 +108,7 @@ def _format_answer(claims: list[StudiedClaim], open_claims: list[Claim], picture
         "",
     ]
     if ended:
-        lines += [f"After each: {_COST}, with an interval of 90 %, and the verdict by part.", ""]
+        lines += [f"After each: {_COST}, with a {_INTERVAL}, and the verdict by part.", ""]
     else:
         lines.append("**No claim has been run to its verdict yet.**")
     for studied in ended[:_MOST_ANSWERS]:

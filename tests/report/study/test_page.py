@@ -1,12 +1,19 @@
 """The page of the study: every figure comes from the published runs in the repository."""
 
+import math
 import re
 import shutil
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
-from qkablate.report.study.claims import read_claims
+from qkablate.analysis.claims.claim import Comparison, PartSpec
+from qkablate.analysis.claims.judgement import PartJudgement
+from qkablate.analysis.claims.samples import Median
+from qkablate.analysis.claims.verdict import Part
+from qkablate.analysis.comparison.decision import Verdict
+from qkablate.report.study.claims import StudiedClaim, read_claims
 from qkablate.report.study.page import PAGE, SNIPPET, make_page
 from qkablate.report.study.pictures import draw_pictures, hash_chart, read_hash
 from tests.cli.helpers import assert_refused
@@ -54,6 +61,20 @@ def test_costs_are_those_of_the_variant_whatever_a_part_compares():
     assert "no_q sites=cross less that at sites=decoder: -0.004" in costs["cross_needs_both"]
     assert "no_q: +0.004 [-0.002, +0.009] of 0.7" in costs["encoder_decoder"]
     assert costs["encoder_decoder"].endswith(" nats (UNDERPOWERED)")
+
+
+def test_a_ratio_is_that_of_the_variant_whatever_a_part_compares():
+    """If a step of standard takes half the time, one of the variant takes twice as long."""
+    values = tuple(math.log(0.5) + shift for shift in (-0.02, -0.01, 0.0, 0.01, 0.02))
+    sides = {"variant": "standard"}, {"variant": "no_q"}
+    spec = PartSpec("better", 0.1, *sides, "seconds", "tokens", "longest")
+    comparison = Comparison("fast", spec, "fast", "text", [])
+    part = Part("fast", "better", 0.1, Median(values))
+    judged = PartJudgement(part, Verdict.SUPPORTED, comparison, [], [])
+    judgement = SimpleNamespace(parts=[judged], has_ended=True, word=Verdict.SUPPORTED)
+    costs = StudiedClaim(None, judgement).format_costs()
+    assert costs.startswith("no_q: ")
+    assert "× 2 [1.96, 2.04]" in costs
 
 
 @pytest.fixture
