@@ -114,7 +114,7 @@ def _format_answer(claims: list[StudiedClaim], open_claims: list[Claim], picture
     for studied in ended[:_MOST_ANSWERS]:
         lines.append(
             f"- **{escape_markdown(studied.verdict)}**: {escape_markdown(studied.claim.says)}"
-            f" {escape_markdown(studied.format_costs())}, n = {studied.judgement.n}"
+            f" Measured: {escape_markdown(studied.format_costs())}, n = {studied.judgement.n}"
             f" ([{studied.claim.name}](#{_anchor(studied)}))"
         )
     if len(ended) > _MOST_ANSWERS:

@@ -92,7 +92,7 @@ def study(qkablate, outputs, tmp_path):
 def test_page_has_answer_evidence_and_limits(study):
     page = (study / PAGE).read_text(encoding="utf-8")
     answer = "no_q: +0.049 [+0.047, +0.051] of 0.001 nats, n = 3"
-    assert f"- **INSENSITIVE**: Keys alone are enough. {answer}" in page
+    assert f"- **INSENSITIVE**: Keys alone are enough. Measured: {answer}" in page
     for text in (
         "From a comment.",
         "no_q is not worse than standard by 3, at equal tokens",
