@@ -77,7 +77,10 @@ def check_command(words: list[str]) -> None:
 
 
 def test_readme_is_short():
-    assert len((ROOT / "README.md").read_text(encoding="utf-8").splitlines()) <= 150
+    """The table of the answers grows with the study; the rest does not."""
+    text = (ROOT / "README.md").read_text(encoding="utf-8")
+    answers = (ROOT / "docs" / "study" / "answers.txt").read_text(encoding="utf-8")
+    assert len(text.replace(answers, "").splitlines()) <= 140
 
 
 def test_pages_show_commands():

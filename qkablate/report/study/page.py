@@ -14,24 +14,26 @@ from qkablate.analysis.publication.archive import CHECKSUMS
 from qkablate.disk import make_folder, read_file, replace_file
 from qkablate.report.section import Section, format_n
 from qkablate.report.study.anchors import format_anchors
-from qkablate.report.study.claims import (
-    LEVEL,
-    RESULTS,
-    StudiedClaim,
-    find_open_claims,
-    read_claims,
-)
+from qkablate.report.study.claims import RESULTS, StudiedClaim, find_open_claims, read_claims
+from qkablate.report.study.costs import LEVEL, format_costs
 from qkablate.report.study.pictures import ANSWERS, draw_pictures, read_hash, render_picture
+from qkablate.report.study.questions import find_question
 from qkablate.report.text.claims import format_audit, format_spec, make_claim_table
 from qkablate.report.text.setting import format_setting
 from qkablate.report.text.summary import summarize
-from qkablate.report.text.table import Code, Table, escape_markdown, format_markdown
+from qkablate.report.text.table import Code, Markdown, Table, escape_markdown, format_markdown
 from qkablate.table import format_list
 
 PAGE, SNIPPET, REGISTRATIONS = "index.md", "answers.txt", "registrations.md"
-_MOST_ANSWERS = 10  # lines of the answer
+_MOST_PARTS = 4  # of a claim in the table of the page; in that for a README one
 _INTERVAL = f"{100 * LEVEL:g} % interval"
 _COST = "what the variant costs (positive: worse), of what attention is worth there"
+_LEGEND = (
+    "REFUTED: the interval excludes what was claimed. EQUIVALENT: it does, and any difference is"
+    " smaller than the margin. UNDERPOWERED: these seeds decide neither. Verdicts hold at the"
+    " learning rates tried and, nearly all, barring rare outliers; each section says which. A part"
+    " whose verdict is not the claim's has it beside its cost."
+)
 _SEEDS_OF_TRAINING = "other seeds would give other numbers, as far as the intervals say"
 _HOW = """
 ```bash
@@ -54,8 +56,7 @@ def make_page(study: Path) -> dict[str, bytes]:
     parts += [format_anchors(claims, histories)]
     parts += [_format_open(open_claims)] if open_claims else []
     page = "\n\n".join(parts) + "\n"
-    snippet = format_answers(claims)
-    return {PAGE: page.encode(), SNIPPET: snippet.encode()}
+    return {PAGE: page.encode(), SNIPPET: format_answers(claims).encode()}
 
 
 def write_study(study: Path) -> list[Path]:
@@ -73,32 +74,38 @@ def write_study(study: Path) -> list[Path]:
     return [study / name for name in sorted(files)]
 
 
-def _select_ended(claims: list[StudiedClaim]) -> list[StudiedClaim]:
-    """Return the claims that have ended, what is settled first."""
-    ended = [studied for studied in claims if studied.judgement.has_ended]
-    return sorted(ended, key=lambda studied: not studied.judgement.is_conclusive)
+def format_answers(claims: list[StudiedClaim], most: int = 1, *, linked: bool = False) -> str:
+    """Return the table of the claims that have ended, by question; or ''.
 
-
-def format_answers(claims: list[StudiedClaim]) -> str:
-    """Return the table of the claims that have ended, with the costs of their parts; or ''."""
-    rows = []
-    for studied in _select_ended(claims):
+    It has the costs of `most` parts of each at most, and on the page links to the sections.
+    """
+    rows: list[list[str]] = []
+    asked = None
+    for studied in claims:
         judged = studied.judgement
+        if not judged.has_ended:
+            continue
+        question = find_question(studied.claim.name)
+        if question != asked:
+            rows.append([Markdown(f"**{escape_markdown(question)}**"), "", "", ""])
+            asked = question
         # What nearly all share stands beside the table: tuned rates, rare outliers.
         limits = [text for text in judged.scope if not text.startswith(RateScope.THESE_RATES)]
         verdict = " ".join([judged.word, *limits])
         verdict += " (exploratory)" if judged.exploratory else ""
-        name = Code(studied.claim.name)
-        rows.append([name, studied.claim.says, verdict, studied.format_costs(), str(judged.n)])
+        says = escape_markdown(studied.claim.says)
+        name = studied.claim.name
+        cell = Markdown(f"{says} " + (f"[{name}](#{_anchor(studied)})" if linked else f"`{name}`"))
+        rows.append([cell, verdict, format_costs(studied, most), str(judged.n)])
     if not rows:
         return ""
-    columns = ["claim", "says", "verdict", f"{_COST}; {_INTERVAL}", "n"]
+    columns = ["claim", "verdict", f"{_COST}; {_INTERVAL}", "n"]
     table = format_markdown(Table("", columns, rows))
     return table.partition("\n\n")[2].strip() + "\n"
 
 
 def _format_answer(claims: list[StudiedClaim], open_claims: list[Claim], pictures: set[str]) -> str:
-    ended = _select_ended(claims)
+    answers = format_answers(claims, _MOST_PARTS, linked=True)
     results = f"[{RESULTS}]({RESULTS}/{CHECKSUMS})" if claims else RESULTS
     lines = ["# The study", ""]
     lines += [
@@ -107,18 +114,9 @@ def _format_answer(claims: list[StudiedClaim], open_claims: list[Claim], picture
         f" them alone. What was tried before stands in [{REGISTRATIONS}]({REGISTRATIONS}).",
         "",
     ]
-    if ended:
-        lines += [f"After each: {_COST}, with a {_INTERVAL}, and the verdict by part.", ""]
-    else:
-        lines.append("**No claim has been run to its verdict yet.**")
-    for studied in ended[:_MOST_ANSWERS]:
-        lines.append(
-            f"- **{escape_markdown(studied.verdict)}**: {escape_markdown(studied.claim.says)}"
-            f" Measured: {escape_markdown(studied.format_costs())}, n = {studied.judgement.n}"
-            f" ([{studied.claim.name}](#{_anchor(studied)}))"
-        )
-    if len(ended) > _MOST_ANSWERS:
-        lines.append(f"\nThe other {len(ended) - _MOST_ANSWERS} have sections below, too.")
+    lines.append(
+        f"{_LEGEND}\n\n{answers}" if answers else "**No claim has been run to its verdict yet.**"
+    )
     if ANSWERS in pictures:
         lines += [
             "",

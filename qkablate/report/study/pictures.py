@@ -10,18 +10,29 @@ from collections import Counter
 from collections.abc import Iterator, Mapping
 from typing import Any
 
+from qkablate.analysis.comparison.decision import Verdict
 from qkablate.report.charts import base
-from qkablate.report.charts.base import Chart, Spec
+from qkablate.report.charts.base import Chart, ChartPanel, Spec
 from qkablate.report.charts.curves import gap_curve_chart, loss_chart
 from qkablate.report.charts.forest import claim_chart
 from qkablate.report.palette import darken
 from qkablate.report.render import render_chart
 from qkablate.report.study.claims import StudiedClaim
+from qkablate.report.study.costs import format_compared, is_about_standard
+from qkablate.report.study.questions import find_question
 from qkablate.report.text.setting import format_setting
 from qkablate.strict_json import hash_json
 
 ANSWERS = "answers"  # name of the picture of all claims
+_WIDTH = 360  # pixels
 _FARTHEST, _EDGE = 6.0, 7.0  # margins from zero: longer intervals are cut, and pale to the edge
+_CLAIMED = {  # by the kind of a part, in margins
+    "noninferior": (-_EDGE, 1.0),
+    "worse": (1.0, _EDGE),
+    "better": (-_EDGE, -1.0),
+    "equivalent": (-1.0, 1.0),
+}
+_DECIDED = (Verdict.SUPPORTED, Verdict.REFUTED, Verdict.EQUIVALENT)
 _CLIP = re.compile(r"\bclip\d+\b")
 _MARK = "<!-- data sha256 {} -->\n"
 
@@ -74,41 +85,53 @@ def read_hash(svg: bytes) -> str | None:
 
 
 def answers_chart(claims: list[StudiedClaim]) -> Chart | None:
-    """Chart the parts of all claims that have ended, in units of their margins."""
-    rows = [row for studied in claims for row in _rows(studied)]
-    if not rows:
+    """Chart what the variants of all claims that have ended cost, in units of their margins."""
+    rows: dict[str, list[Spec]] = {}
+    for studied in claims:
+        rows.setdefault(find_question(studied.claim.name), []).extend(_rows(studied))
+    if not any(rows.values()):
         return None
-    names = [row["arm"] for row in rows]
-    y = base.arm_axis(names)
-    title = "measured / claimed margin (left: better than the baseline, right: worse)"
-    has_open = any(row["open_below"] or row["open_above"] for row in rows)
-    ends = {"domain": [-_EDGE, _EDGE], "nice": False} if has_open else {"zero": True, "nice": True}
-    x = base.number_axis("gap", title, **ends)
-    ink = {"color": {"value": "var(--ink)"}}
-    encoding = {"x": x, "y": y}
-    margins = [{"arm": row["arm"], "at": at} for row in rows for at in row["edges"]]
-    margin = {"x": x | {"field": "at"}, "y": y}
-    layers = [
-        base.zero_line("x"),
-        base.make_layer("tick", margin, margins, thickness=3, size=20, color="var(--warn)"),
-        *base.open_intervals(rows, y, ink),
-        *base.interval_layer("rule", "x", rows, encoding, strokeWidth=3, color="var(--ink)"),
-        base.make_layer(
-            *("point", {"x": x | {"field": "estimate"}, "y": y}),
-            **{"filled": True, "size": 70, "color": "var(--ink)"},
-        ),
-    ]
-    panel = base.make_panel("", rows, layers, base.ROW_HEIGHT * (len(rows) + 1))
+    panel = _answers_panel({asks: own for asks, own in rows.items() if own})
     caption = (
-        "Each part of each claim: estimate and interval at its level, divided by the claimed margin"
-        " (thick mark). An interval on the claimed side of its mark supports the part."
+        "Each part of each claim: what the variant costs, with its interval, in units of the"
+        " claim's margin. Shaded: what was claimed. A bar within it supports the part; gray: not"
+        " decided."
     )
-    if has_open:
+    if any(row["open_below"] or row["open_above"] for own in rows.values() for row in own):
         caption += (
             f" Pale: beyond {_FARTHEST:g} margins, where an estimate has no point, or without a"
             " bound, as runs diverged."
         )
-    return Chart(ANSWERS, "What the claims claimed, and what was measured", caption, [panel])
+    return Chart(ANSWERS, "What was claimed, and what was measured", caption, [panel])
+
+
+def _answers_panel(groups: dict[str, list[Spec]]) -> ChartPanel:
+    """Return one panel with the rows of each question below it."""
+    rows = [row for own in groups.values() for row in own]
+    names = list[str]()
+    for place, (question, own) in enumerate(groups.items()):
+        names += [" " * place, question][not place :] + [row["arm"] for row in own]
+    y = base.arm_axis(names)
+    is_question = {"test": {"field": "value", "oneOf": [*groups]}, "value": "bold"}
+    y["axis"] |= {"labelLimit": 520, "labelFontWeight": {"condition": is_question, "value": 400}}
+    domain = {"domain": [-_EDGE, _EDGE], "nice": False}
+    x = base.number_axis("gap", "cost of the variant / margin (right: worse)", **domain)
+    shades = ["var(--ink)", "var(--faint)"]
+    decided = {"type": "nominal", "scale": {"domain": [True, False], "range": shades}}
+    color = {"color": {"field": "is_decided", "legend": None} | decided}
+    encoding = {"x": x, "y": y} | color
+    claimed = {"x": x | {"field": "from"}, "x2": {"field": "to"}, "y": y}
+    layers = [
+        base.make_layer("rect", claimed, color="var(--warn)", opacity=0.15),
+        base.zero_line("x"),
+        *base.open_intervals(rows, y, color),
+        *base.interval_layer("rule", "x", rows, encoding, strokeWidth=3),
+        base.make_layer("point", encoding | {"x": x | {"field": "estimate"}}, filled=True, size=70),
+    ]
+    text = {"text": {"field": "verdict", "type": "nominal"}, "x": {"value": "width"}, "y": y}
+    layers.append(base.make_layer("text", text | color, align="left", dx=8, fontSize=11))
+    panel = base.make_panel("", rows, layers, base.ROW_HEIGHT * len(names))
+    return ChartPanel("", {"width": _WIDTH} | panel.spec)
 
 
 def _rows(studied: StudiedClaim) -> list[Spec]:
@@ -121,22 +144,22 @@ def _rows(studied: StudiedClaim) -> list[Spec]:
         if interval is None or not math.isfinite(part.sample.mean):
             continue
         mean, low, high = (end / part.margin for end in (part.sample.mean, *interval))
-        below = part.open_below or low < -_FARTHEST
-        above = part.open_above or high > _FARTHEST
+        below, above = part.open_below, part.open_above
+        claimed = _CLAIMED[part.kind]
+        if is_about_standard(judged.comparison.spec):
+            mean, low, high, below, above = -mean, -high, -low, above, below
+            claimed = (-claimed[1], -claimed[0])
         estimate = base.round_digits(mean, 4) if abs(mean) <= _FARTHEST else None
+        below, above = below or low < -_FARTHEST, above or high > _FARTHEST
         low, high, mean = (max(-_FARTHEST, min(_FARTHEST, end)) for end in (low, high, mean))
-        edges = {"noninferior": [1], "worse": [1], "better": [-1]}.get(part.kind, [-1, 1])
         own = judged.comparison.part  # the arms' settings are needed where it has several
-        name = own if counts[own] == 1 else part.name
-        label = f"{studied.claim.name}: {name}: {judged.word}"
+        size = part.name.removeprefix(own) if counts[own] > 1 else ""
+        label = f"{format_compared(judged)}{size} ({studied.claim.name})"
         rows.append(
-            {"arm": label, "gap": base.round_digits(mean, 4), "edges": edges}
+            {"arm": label, "gap": base.round_digits(mean, 4), "estimate": estimate}
+            | {"from": claimed[0], "to": claimed[1]}
+            | {"verdict": judged.word, "is_decided": judged.word in _DECIDED}
             | {"low": base.round_digits(low, 4), "high": base.round_digits(high, 4)}
-            | {
-                "open_below": below,
-                "open_above": above,
-                "estimate": estimate,
-                "verdict": judged.word,
-            }
+            | {"open_below": below, "open_above": above}
         )
     return rows

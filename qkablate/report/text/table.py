@@ -60,7 +60,13 @@ class Code(str):
     """A cell with code to be typed verbatim."""
 
 
+class Markdown(str):
+    """A cell whose Markdown is kept."""
+
+
 def _as_cell(cell: str) -> str:
+    if isinstance(cell, Markdown):
+        return cell
     if not isinstance(cell, Code):
         return escape_markdown(cell)
     ticks = "`" * (1 + max(map(len, re.findall("`+", cell)), default=0))

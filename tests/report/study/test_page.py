@@ -1,19 +1,12 @@
 """The page of the study: every figure comes from the published runs in the repository."""
 
-import math
 import re
 import shutil
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 
-from qkablate.analysis.claims.claim import Comparison, PartSpec
-from qkablate.analysis.claims.judgement import PartJudgement
-from qkablate.analysis.claims.samples import Median
-from qkablate.analysis.claims.verdict import Part
-from qkablate.analysis.comparison.decision import Verdict
-from qkablate.report.study.claims import StudiedClaim, read_claims
+from qkablate.report.study.claims import read_claims
 from qkablate.report.study.page import PAGE, SNIPPET, make_page
 from qkablate.report.study.pictures import draw_pictures, hash_chart, read_hash
 from tests.cli.helpers import assert_refused
@@ -42,41 +35,6 @@ def test_readme_has_the_table_of_the_answers():
     assert answers in (ROOT / "README.md").read_text(encoding="utf-8")
 
 
-def test_parts_that_decide_a_claim_come_first():
-    ended = [studied for studied in read_claims(STUDY) if studied.deciding]
-    assert ended
-    for studied in ended:
-        decides = [part.word == studied.judgement.word for part in studied.deciding]
-        assert decides == sorted(decides, reverse=True)
-
-
-def test_costs_are_those_of_the_variant_whatever_a_part_compares():
-    """A loss of standard less that of a variant, and an accuracy, change their sign."""
-    costs = {studied.claim.name: studied.format_costs() for studied in read_claims(STUDY)}
-    w_o = "no_o at equal params: +0.008 [+0.004, +0.012] of 0.032 nats"
-    assert w_o in costs["encoder_translation"]
-    assert "shared_qk: +0.014 [+0.007, +0.021] of 0.032 nats" in costs["encoder_translation"]
-    assert "shared_qk: +0.236 [+0.197, +0.274] of 0.325 accuracy" in costs["directed"]
-    assert "tied_qkv: +0.000, as all runs answer everything" in costs["one_projection"]
-    assert "no_q sites=cross less that at sites=decoder: -0.004" in costs["cross_needs_both"]
-    assert "no_q: +0.004 [-0.002, +0.009] of 0.7" in costs["encoder_decoder"]
-    assert costs["encoder_decoder"].endswith(" nats (UNDERPOWERED)")
-
-
-def test_a_ratio_is_that_of_the_variant_whatever_a_part_compares():
-    """If a step of standard takes half the time, one of the variant takes twice as long."""
-    values = tuple(math.log(0.5) + shift for shift in (-0.02, -0.01, 0.0, 0.01, 0.02))
-    sides = {"variant": "standard"}, {"variant": "no_q"}
-    spec = PartSpec("better", 0.1, *sides, "seconds", "tokens", "longest")
-    comparison = Comparison("fast", spec, "fast", "text", [])
-    part = Part("fast", "better", 0.1, Median(values))
-    judged = PartJudgement(part, Verdict.SUPPORTED, comparison, [], [])
-    judgement = SimpleNamespace(parts=[judged], has_ended=True, word=Verdict.SUPPORTED)
-    costs = StudiedClaim(None, judgement).format_costs()
-    assert costs.startswith("no_q: ")
-    assert "× 2 [1.96, 2.04]" in costs
-
-
 @pytest.fixture
 def study(qkablate, outputs, tmp_path):
     """Make the page of a study of one small claim."""
@@ -91,8 +49,12 @@ def study(qkablate, outputs, tmp_path):
 
 def test_page_has_answer_evidence_and_limits(study):
     page = (study / PAGE).read_text(encoding="utf-8")
-    answer = "no_q: +0.049 [+0.047, +0.051] of 0.001 nats, n = 3"
-    assert f"- **INSENSITIVE**: Keys alone are enough. Measured: {answer}" in page
+    assert "| **Others** |" in page
+    (row,) = [line for line in page.splitlines() if line.startswith("| Keys alone")]
+    name, verdict, *answer = row.strip("| ").split(" | ")
+    assert re.fullmatch(r"Keys alone are enough\. \[mine\]\(#([\w-]+)\)", name)
+    assert f"{{ {name.partition('(')[2].rstrip(')')} }}" in page  # the section it leads to
+    assert (verdict, *answer) == ("INSENSITIVE", "no_q: +0.049 [+0.047, +0.051] of 0.001 nats", "3")
     for text in (
         "From a comment.",
         "no_q is not worse than standard by 3, at equal tokens",
@@ -111,10 +73,11 @@ def test_page_has_answer_evidence_and_limits(study):
 
 
 def test_table_for_a_readme_has_the_same_figures(study):
-    (head, _, row) = (study / SNIPPET).read_text(encoding="utf-8").splitlines()
-    assert head.startswith("| claim | says | verdict | what the variant costs (positive: worse),")
-    cells = "Keys alone are enough. | INSENSITIVE | no_q: +0.049 [+0.047, +0.051] of 0.001 nats | 3"
-    assert row == f"| `mine` | {cells} |"
+    (head, _, question, row) = (study / SNIPPET).read_text(encoding="utf-8").splitlines()
+    assert head.startswith("| claim | verdict | what the variant costs (positive: worse),")
+    assert question == "| **Others** |  |  |  |"
+    cells = "INSENSITIVE | no_q: +0.049 [+0.047, +0.051] of 0.001 nats | 3"
+    assert row == f"| Keys alone are enough. `mine` | {cells} |"
 
 
 def test_page_and_pictures_are_the_same_when_made_again(study, qkablate):
@@ -142,7 +105,7 @@ def test_missing_runs_and_other_statistics_are_visible(study, qkablate, outputs)
     assert qkablate("publish", "mine", "-o", "study/results").code == 0
     assert qkablate("report", "--study", "study").code == 0
     page = (study / PAGE).read_text(encoding="utf-8")
-    assert "- **INSENSITIVE (exploratory)**: Keys alone" in page
+    assert "| INSENSITIVE (exploratory) |" in page
     assert "registered under statistics 1, and judged by 2" in page
     for path in (study / "results").iterdir():
         path.unlink()

@@ -4,6 +4,10 @@ from types import SimpleNamespace
 
 import pytest
 
+from qkablate.analysis.claims.claim import Comparison, PartSpec
+from qkablate.analysis.claims.judgement import PartJudgement
+from qkablate.analysis.claims.verdict import Part
+from qkablate.analysis.comparison.decision import Verdict
 from qkablate.analysis.stats import Sample
 from qkablate.report.charts.base import Chart, ChartPanel
 from qkablate.report.study.pictures import answers_chart, hash_chart
@@ -19,14 +23,22 @@ def test_checksum_does_not_depend_on_the_last_digits():
     assert first == second != other
 
 
-def answer(*values):
+def answer(*values, kind="worse", arm="no_q", against="standard", word="SUPPORTED"):
     """Return a claim that has ended, of one part with a margin of 0.01."""
-    part = SimpleNamespace(sample=Sample(values), margin=0.01, open_below=False, open_above=False)
-    part.kind, part.name = "worse", "part"
-    comparison = SimpleNamespace(part="part")
-    judged = SimpleNamespace(part=part, word="SUPPORTED", comparison=comparison)
+    sides = {"variant": arm}, {"variant": against}
+    spec = PartSpec(kind, 0.01, *sides, "gap", "tokens", "longest")
+    comparison = Comparison("part", spec, "part", "text", [])
+    judged = PartJudgement(
+        Part("part", kind, 0.01, Sample(values)), Verdict(word), comparison, [], []
+    )
     judgement = SimpleNamespace(has_ended=True, parts=[judged], alpha=0.05)
     return SimpleNamespace(claim=SimpleNamespace(name="claim"), judgement=judgement)
+
+
+def draw(claim):
+    chart = answers_chart([claim])
+    (row,) = chart.panels[0].spec["data"]["values"]
+    return chart, row
 
 
 @pytest.mark.parametrize(
@@ -38,11 +50,52 @@ def answer(*values):
     ],
 )
 def test_intervals_beyond_the_edge_of_the_answers_are_pale(values, ends, estimate):
-    chart = answers_chart([answer(*values)])
-    (row,) = chart.panels[0].spec["data"]["values"]
+    chart, row = draw(answer(*values))
     assert (row["open_below"], row["open_above"]) == ends
     assert row["estimate"] == (None if estimate is None else pytest.approx(estimate))
     assert -6 <= row["low"] <= row["high"] <= 6
     points = next(x for x in chart.panels[0].spec["layer"] if x["mark"]["type"] == "point")
     assert points["encoding"]["x"]["field"] == "estimate"
     assert ("Pale: beyond 6 margins" in chart.caption) is any(ends)
+
+
+@pytest.mark.parametrize(
+    ("kind", "claimed"),
+    [
+        ("worse", (1, 7)),
+        ("noninferior", (-7, 1)),
+        ("better", (-7, -1)),
+        ("equivalent", (-1, 1)),
+    ],
+)
+def test_what_was_claimed_is_shaded(kind, claimed):
+    _, row = draw(answer(0.019, 0.02, 0.021, kind=kind))
+    assert (row["from"], row["to"]) == claimed
+
+
+def test_costs_are_those_of_the_variant_whatever_a_part_compares():
+    """That standard is not worse than no_q by a margin claims a cost of no_q above minus one."""
+    (_, direct), (_, turned) = (
+        draw(answer(0.019, 0.02, 0.022)),
+        draw(answer(-0.019, -0.02, -0.022, kind="noninferior", arm="standard", against="no_q")),
+    )
+    for key in ("gap", "low", "high", "estimate", "arm"):
+        assert direct[key] == turned[key]
+    assert (turned["from"], turned["to"]) == (-1, 7)
+    assert direct["arm"] == "no_q (claim)"
+
+
+def test_parts_are_below_their_question():
+    first, second = answer(0.02, 0.03, 0.04), answer(0.02, 0.03, 0.04, word="UNDERPOWERED")
+    first.claim.name = "directed"
+    spec = answers_chart([first, second]).panels[0].spec
+    y = next(layer["encoding"]["y"] for layer in spec["layer"] if "y" in layer["encoding"])
+    rows = ["Is Q = K enough?", "no_q (directed)", " ", "Others", "no_q (claim)"]
+    assert y["scale"]["domain"] == rows
+    assert [row["is_decided"] for row in spec["data"]["values"]] == [True, False]
+
+
+def test_claims_without_a_verdict_have_no_picture():
+    claim = answer(0.02, 0.03, 0.04)
+    claim.judgement.has_ended = False
+    assert answers_chart([claim]) is None

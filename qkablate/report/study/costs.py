@@ -1,0 +1,102 @@
+"""What the variants of a claim cost, in words: positive is worse, whatever a part compares."""
+
+import math
+from collections import Counter
+
+from qkablate.analysis.claims.claim import PartSpec, Selector
+from qkablate.analysis.claims.judgement import PartJudgement
+from qkablate.analysis.claims.measures import Unit
+from qkablate.report.study.claims import StudiedClaim
+
+LEVEL = 0.9  # of the intervals, whatever a claim is judged at
+_ALL = 0.9995  # of the answers, as shown to a tenth of a percent
+
+
+def format_costs(studied: StudiedClaim, most: int) -> str:
+    """Return what the variants of the parts cost, with intervals; of `most` parts at most.
+
+    The parts with the verdict of the claim come first; another has its verdict beside it.
+    """
+    judged = studied.judgement
+    counts = Counter(part.comparison.part for part in judged.parts)
+    costs = []
+    for part in studied.deciding:
+        own, name = part.comparison.part, part.part.name
+        size = name.removeprefix(own) if counts[own] > 1 else ""
+        word = f" ({part.word})" if part.word != judged.word else ""
+        costs.append(_format_cost(part, size) + word)
+    more = [f"{len(costs) - most} more"] if len(costs) > most else []
+    return "; ".join([*costs[:most], *more]) or "–"
+
+
+def _format_cost(judged: PartJudgement, size: str) -> str:
+    part, spec = judged.part, judged.comparison.spec
+    text, is_standards = format_compared(judged) + size, is_about_standard(spec)
+    if part.sample.interval(LEVEL) is None:
+        return f"{text}: unknown"
+    records = [r for gap in judged.gaps for entry in gap.sides for r in entry.records.values()]
+    if spec.of == "accuracy" and min(record.accuracy or 0 for record in records) > _ALL:
+        return f"{text}: +0.000, as all runs answer everything"
+    low, high = judged.interval(LEVEL)
+    mean = judged.unit.natural(part.sample.mean)
+    if judged.unit is Unit.RATIO:
+        if is_standards:
+            mean, low, high = 1 / mean, 1 / high, 1 / low
+        return f"{text}: {spec.measure.noun} × {mean:.3g} [{low:.3g}, {high:.3g}]"
+    if is_standards != (judged.unit is Unit.SHARE):
+        mean, low, high = -mean, -high, -low
+    worth = _attention_worth(judged)
+    if worth is not None and is_standards:  # the floor was compared with the variant
+        worth += mean
+    unit = _unit(spec) if worth is None else f"of {worth:.3f} {_unit(spec)}"
+    return f"{text}: {mean:+.3f} [{low:+.3f}, {high:+.3f}] {unit}"
+
+
+def is_about_standard(spec: PartSpec) -> bool:
+    """Return whether a part compares standard with a variant, and not a variant with standard."""
+    return spec.arm.get("variant") == "standard" != spec.against.get("variant")
+
+
+def format_compared(judged: PartJudgement) -> str:
+    """Return the variant of a part, with what it is compared to unless that is standard."""
+    spec = judged.comparison.spec
+    text = _format_arms(spec)
+    text += f" on {judged.comparison.world}" if len(spec.data) > 1 else ""
+    return text + (f" at equal {spec.axis}" if spec.axis != "tokens" else "")
+
+
+def _unit(spec: PartSpec) -> str:
+    if spec.measure.unit is not Unit.NATS:
+        return spec.measure.noun
+    nats = "nats" if spec.of == "gap" else f"nats ({spec.measure.noun})"
+    return nats + {"growth": " per doubling of tokens", "asymptote": " (extrapolated)"}.get(
+        spec.horizon, ""
+    )
+
+
+def _attention_worth(judged: PartJudgement) -> float | None:
+    """Return what the baseline gains by attention, in the part's unit; None if it is unknown."""
+    gap, measure = judged.gaps[0], judged.comparison.spec.measure
+    is_plain = len(judged.gaps) == 1 and measure.name in ("gap", "train_loss", "accuracy", "exact")
+    costs = [*measure.costs(gap.floor).values()] if is_plain and gap.floor is not None else []
+    return math.fsum(costs) / len(costs) if costs else None
+
+
+def _format_arms(spec: PartSpec) -> str:
+    arm, against = (spec.arm, spec.against)
+    if is_about_standard(spec):
+        arm, against = against, arm
+    is_plain = against.get("variant") == "standard" and all(
+        arm.get(key, value) == value for key, value in against.items() if key != "variant"
+    )
+    against_it = "" if is_plain else f" against {_format_side(against)}"
+    than = f" minus {_format_side(spec.than)}" if spec.than else ""
+    return f"{_format_side(arm)}{against_it}{than}"
+
+
+def _format_side(side: Selector) -> str:
+    words = []
+    for key, value in side.items():
+        shown = "null" if value is None else value
+        words.append(f"{shown}" if key == "variant" else f"{key.rpartition('.')[-1]}={shown}")
+    return " ".join(words)

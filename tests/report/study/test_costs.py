@@ -1,0 +1,56 @@
+"""What the variants of a claim cost, in words."""
+
+import math
+from pathlib import Path
+from types import SimpleNamespace
+
+from qkablate.analysis.claims.claim import Comparison, PartSpec
+from qkablate.analysis.claims.judgement import PartJudgement
+from qkablate.analysis.claims.samples import Median
+from qkablate.analysis.claims.verdict import Part
+from qkablate.analysis.comparison.decision import Verdict
+from qkablate.report.study.claims import StudiedClaim, read_claims
+from qkablate.report.study.costs import format_costs
+
+STUDY = Path(__file__).parents[3] / "docs" / "study"
+
+
+def test_parts_that_decide_a_claim_come_first():
+    ended = [studied for studied in read_claims(STUDY) if studied.deciding]
+    assert ended
+    for studied in ended:
+        decides = [part.word == studied.judgement.word for part in studied.deciding]
+        assert decides == sorted(decides, reverse=True)
+
+
+def test_costs_are_those_of_the_variant_whatever_a_part_compares():
+    """A loss of standard less that of a variant, and an accuracy, change their sign."""
+    costs = {studied.claim.name: format_costs(studied, 9) for studied in read_claims(STUDY)}
+    w_o = "no_o at equal params: +0.008 [+0.004, +0.012] of 0.032 nats"
+    assert w_o in costs["encoder_translation"]
+    assert "shared_qk: +0.014 [+0.007, +0.021] of 0.032 nats" in costs["encoder_translation"]
+    assert "shared_qk: +0.236 [+0.197, +0.274] of 0.325 accuracy" in costs["directed"]
+    assert "tied_qkv: +0.000, as all runs answer everything" in costs["one_projection"]
+    assert "no_q sites=cross minus sites=decoder: -0.004" in costs["cross_needs_both"]
+    assert "no_q: +0.004 [-0.002, +0.009] of 0.7" in costs["encoder_decoder"]
+    assert costs["encoder_decoder"].endswith(" nats (UNDERPOWERED)")
+
+
+def test_only_so_many_parts_are_told():
+    (directed,) = (s for s in read_claims(STUDY) if s.claim.name == "directed")
+    assert format_costs(directed, 4).count(";") == 3
+    assert format_costs(directed, 1).endswith("accuracy; 3 more")
+
+
+def test_a_ratio_is_that_of_the_variant_whatever_a_part_compares():
+    """If a step of standard takes half the time, one of the variant takes twice as long."""
+    values = tuple(math.log(0.5) + shift for shift in (-0.02, -0.01, 0.0, 0.01, 0.02))
+    sides = {"variant": "standard"}, {"variant": "no_q"}
+    spec = PartSpec("better", 0.1, *sides, "seconds", "tokens", "longest")
+    comparison = Comparison("fast", spec, "fast", "text", [])
+    part = Part("fast", "better", 0.1, Median(values))
+    judged = PartJudgement(part, Verdict.SUPPORTED, comparison, [], [])
+    judgement = SimpleNamespace(parts=[judged], has_ended=True, word=Verdict.SUPPORTED)
+    costs = format_costs(StudiedClaim(None, judgement), 1)
+    assert costs.startswith("no_q: ")
+    assert "× 2 [1.96, 2.04]" in costs
