@@ -1,4 +1,4 @@
-"""What the variants of a claim cost, in words: positive is worse, whatever a part compares."""
+"""Format what the variants of a claim cost: positive is worse, whatever a part compares."""
 
 import math
 from collections import Counter

@@ -115,7 +115,9 @@ def _format_answer(claims: list[StudiedClaim], open_claims: list[Claim], picture
         "",
     ]
     lines.append(
-        f"{_LEGEND}\n\n{answers}" if answers else "**No claim has been run to its verdict yet.**"
+        f"{_LEGEND}\n\n{answers.rstrip()}"
+        if answers
+        else "**No claim has been run to its verdict yet.**"
     )
     if ANSWERS in pictures:
         lines += [

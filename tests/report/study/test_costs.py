@@ -1,4 +1,4 @@
-"""What the variants of a claim cost, in words."""
+"""Tests of the costs of variants."""
 
 import math
 from pathlib import Path

@@ -74,7 +74,7 @@ def test_what_was_claimed_is_shaded(kind, claimed):
 
 
 def test_costs_are_those_of_the_variant_whatever_a_part_compares():
-    """That standard is not worse than no_q by a margin claims a cost of no_q above minus one."""
+    """A part that standard is not worse than no_q claims that no_q does not gain a margin."""
     (_, direct), (_, turned) = (
         draw(answer(0.019, 0.02, 0.022)),
         draw(answer(-0.019, -0.02, -0.022, kind="noninferior", arm="standard", against="no_q")),
