@@ -68,9 +68,10 @@ def format_anchors(claims: list[StudiedClaim], histories: Collection[str]) -> st
     sources = {anchor.source: anchor.link for anchor in load_anchors() if anchor.link}
     links = ", ".join(f"[{escape_markdown(name)}]({link})" for name, link in sources.items())
     parts = [
-        "## Beside published results { #published }",
+        "## Comparison with published results { #published }",
         "What others report, and what the same question gave here, at the size of this page's"
-        " models. Equal is within the margin of the claim's part.",
+        " models. Equal: the 95 % interval lies within the margin of the claim's part; where it is"
+        " 0, every run answered everything.",
         table,
         f"Their numbers are from: {links}.",
         *(

@@ -18,6 +18,7 @@ from qkablate.analysis.publication.archive import SUFFIX
 from qkablate.analysis.publication.unpack import open_archives, unpacked_claims
 from qkablate.report.section import Section
 from qkablate.report.study.questions import rank_claim
+from qkablate.table import format_list
 
 RESULTS = "results"  # the folder of the archives in that of the study
 
@@ -63,6 +64,12 @@ class StudiedClaim:
         judged = self.judgement
         parts = judged.parts if judged.has_ended else []
         return sorted(parts, key=lambda part: part.word != judged.word)
+
+    @property
+    def data(self) -> str:
+        """The data of the part that decides."""
+        sides = [entry for gap in self.deciding[0].gaps for entry in gap.sides]
+        return format_list(sorted({entry.arm.config.data.source for entry in sides}))
 
     @property
     def command(self) -> str:

@@ -36,20 +36,22 @@ def _format_cost(judged: PartJudgement, size: str) -> str:
         return f"{text}: unknown"
     records = [r for gap in judged.gaps for entry in gap.sides for r in entry.records.values()]
     if spec.of == "accuracy" and min(record.accuracy or 0 for record in records) > _ALL:
-        return f"{text}: +0.000, as all runs answer everything"
+        return f"{text}: +0.000 accuracy, every run at 100 %"
     low, high = judged.interval(LEVEL)
     mean = judged.unit.natural(part.sample.mean)
+    facts = [f"margin {spec.margin:g}"]
     if judged.unit is Unit.RATIO:
         if is_standards:
             mean, low, high = 1 / mean, 1 / high, 1 / low
-        return f"{text}: {spec.measure.noun} × {mean:.3g} [{low:.3g}, {high:.3g}]"
-    if is_standards != (judged.unit is Unit.SHARE):
-        mean, low, high = -mean, -high, -low
-    worth = _attention_worth(judged)
-    if worth is not None and is_standards:  # the floor was compared with the variant
-        worth += mean
-    unit = _unit(spec) if worth is None else f"of {worth:.3f} {_unit(spec)}"
-    return f"{text}: {mean:+.3f} [{low:+.3f}, {high:+.3f}] {unit}"
+        value = f"{spec.measure.noun} × {mean:.3g} [{low:.3g}, {high:.3g}]"
+    else:
+        if is_standards != (judged.unit is Unit.SHARE):
+            mean, low, high = -mean, -high, -low
+        value = f"{mean:+.3f} [{low:+.3f}, {high:+.3f}] {_unit(spec)}"
+        if (worth := _attention_worth(judged)) is not None:
+            # With standard as the arm, the floor was compared with the variant.
+            facts.append(f"attention {worth + mean * is_standards:.3f}")
+    return f"{text}: {value}, {', '.join(facts)}"
 
 
 def is_about_standard(spec: PartSpec) -> bool:

@@ -17,7 +17,7 @@ from qkablate.report.study.anchors import format_anchors
 from qkablate.report.study.claims import RESULTS, StudiedClaim, find_open_claims, read_claims
 from qkablate.report.study.costs import LEVEL, format_costs
 from qkablate.report.study.pictures import ANSWERS, draw_pictures, read_hash, render_picture
-from qkablate.report.study.questions import find_question
+from qkablate.report.study.questions import ANSWER_OF, ask_claim, find_question
 from qkablate.report.text.claims import format_audit, format_spec, make_claim_table
 from qkablate.report.text.setting import format_setting
 from qkablate.report.text.summary import summarize
@@ -26,15 +26,15 @@ from qkablate.table import format_list
 
 PAGE, SNIPPET, REGISTRATIONS = "index.md", "answers.txt", "registrations.md"
 _MOST_PARTS = 4  # of a claim in the table of the page; in that for a README one
-_INTERVAL = f"{100 * LEVEL:g} % interval"
-_COST = "what the variant costs (positive: worse), of what attention is worth there"
+_COST = f"cost of the variant (+: worse), {100 * LEVEL:g} % interval"
 _LEGEND = (
-    "REFUTED: the interval excludes what was claimed. EQUIVALENT: it does, and any difference is"
-    " smaller than the margin. UNDERPOWERED: these seeds decide neither. Verdicts hold at the"
-    " learning rates tried and, nearly all, barring rare outliers; each section says which. A part"
-    " whose verdict is not the claim's has it beside its cost."
+    "Margin: the smallest difference that the claim counts. Attention: what standard gains by it in"
+    " this setting. REFUTED: the interval excludes the claim. EQUIVALENT: it excludes the claim and"
+    " lies within ± the margin. UNDERPOWERED: undecided. Answers hold at the learning rates used,"
+    " and most of them barring rare failed runs; each section has its conditions. A part with"
+    " another verdict than its claim shows it."
 )
-_SEEDS_OF_TRAINING = "other seeds would give other numbers, as far as the intervals say"
+_OTHER_SEEDS = "Other seeds would give other numbers; the intervals say by how much"
 _HOW = """
 ```bash
 qkablate results docs/study/results      # every comparison, of every claim
@@ -82,25 +82,23 @@ def format_answers(claims: list[StudiedClaim], most: int = 1, *, linked: bool = 
     rows: list[list[str]] = []
     asked = None
     for studied in claims:
-        judged = studied.judgement
+        judged, name = studied.judgement, studied.claim.name
         if not judged.has_ended:
             continue
-        question = find_question(studied.claim.name)
-        if question != asked:
-            rows.append([Markdown(f"**{escape_markdown(question)}**"), "", "", ""])
+        if (question := find_question(name)) != asked:
+            rows.append([Markdown(f"**{escape_markdown(question)}**"), "", "", "", ""])
             asked = question
+        asks = escape_markdown(ask_claim(name, studied.claim.says))
+        asks += f" [{name}](#{_anchor(studied)})" if linked else f" `{name}`"
         # What nearly all share stands beside the table: tuned rates, rare outliers.
         limits = [text for text in judged.scope if not text.startswith(RateScope.THESE_RATES)]
-        verdict = " ".join([judged.word, *limits])
-        verdict += " (exploratory)" if judged.exploratory else ""
-        says = escape_markdown(studied.claim.says)
-        name = studied.claim.name
-        cell = Markdown(f"{says} " + (f"[{name}](#{_anchor(studied)})" if linked else f"`{name}`"))
-        rows.append([cell, verdict, format_costs(studied, most), str(judged.n)])
+        limits += ["exploratory"] if judged.exploratory else []
+        answer = f"{ANSWER_OF[judged.word]} ({', '.join([judged.word, *limits])})"
+        costs = format_costs(studied, most)
+        rows.append([Markdown(asks), answer, costs, studied.data, str(judged.n)])
     if not rows:
         return ""
-    columns = ["claim", "verdict", f"{_COST}; {_INTERVAL}", "n"]
-    table = format_markdown(Table("", columns, rows))
+    table = format_markdown(Table("", ["question", "answer", _COST, "data", "n"], rows))
     return table.partition("\n\n")[2].strip() + "\n"
 
 
@@ -180,8 +178,8 @@ def _format_limits(section: Section) -> str:
     return (
         f"Nothing about models of more than {params:,} parameters, or trained on more than"
         f" {tokens:,} tokens; about data other than {data}; about optimizers other than"
-        f" {optimizers} with a schedule of {schedules}, or precisions other than {precision}. With"
-        f" {counts} {_SEEDS_OF_TRAINING}."
+        f" {optimizers} with a {schedules} schedule, or precisions other than {precision}."
+        f" {_OTHER_SEEDS} ({counts})."
     )
 
 

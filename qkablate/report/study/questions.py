@@ -5,23 +5,38 @@ from pathlib import Path
 
 import yaml
 
+from qkablate.analysis.comparison.decision import Verdict
+
 _FILE = Path(__file__).with_suffix(".yaml")
-OTHERS = "Others"  # claims of users' own
+OTHERS = "Other claims"  # of users
+ANSWER_OF = {
+    Verdict.SUPPORTED: "yes",
+    Verdict.REFUTED: "no",
+    Verdict.EQUIVALENT: "no",
+    Verdict.MIXED: "partly no",
+    Verdict.INSENSITIVE: "nothing could show",
+    Verdict.UNDERPOWERED: "undecided",
+}
 
 
 @cache
-def load_questions() -> dict[str, tuple[str, ...]]:
-    """Return the names of the claims by question, both in the order of the page."""
+def load_questions() -> dict[str, dict[str, str]]:
+    """Return the claims' own questions by their names, by question, in the order of the page."""
     entries = yaml.safe_load(_FILE.read_text(encoding="utf-8"))
-    return {entry["asks"]: tuple(entry["claims"]) for entry in entries}
+    return {entry["asks"]: entry["claims"] for entry in entries}
 
 
 def find_question(claim: str) -> str:
     """Return the question that a claim, by its name, belongs to."""
-    return next((asks for asks, names in load_questions().items() if claim in names), OTHERS)
+    return next((asks for asks, claims in load_questions().items() if claim in claims), OTHERS)
+
+
+def ask_claim(claim: str, says: str) -> str:
+    """Return what a claim asks; of a user's claim, what it says."""
+    return load_questions().get(find_question(claim), {}).get(claim, says)
 
 
 def rank_claim(claim: str) -> int:
-    """Return the place of a claim on the page; those of users' own are last."""
+    """Return the place of a claim on the page; those of users are last."""
     names = [name for claims in load_questions().values() for name in claims]
     return names.index(claim) if claim in names else len(names)

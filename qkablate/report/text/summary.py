@@ -28,7 +28,7 @@ _MAX_LINES = 8  # of gaps, above the summary
 _VERDICTS = {
     Verdict.SUPPORTED: "The runs support it",
     Verdict.REFUTED: "The runs refute it",
-    Verdict.EQUIVALENT: "The runs show that there is no such difference",
+    Verdict.EQUIVALENT: "The runs find no difference of this size",
     Verdict.INSENSITIVE: "The experiment could not tell: `uniform` is almost as good",
     Verdict.MIXED: "The runs show no such difference in some parts, and not in others",
 }

@@ -26,20 +26,29 @@ def test_parts_that_decide_a_claim_come_first():
 def test_costs_are_those_of_the_variant_whatever_a_part_compares():
     """A loss of standard less that of a variant, and an accuracy, change their sign."""
     costs = {studied.claim.name: format_costs(studied, 9) for studied in read_claims(STUDY)}
-    w_o = "no_o at equal params: +0.008 [+0.004, +0.012] of 0.032 nats"
+    w_o = "no_o at equal params: +0.008 [+0.004, +0.012] nats, margin 0.005, attention 0.032"
     assert w_o in costs["encoder_translation"]
-    assert "shared_qk: +0.014 [+0.007, +0.021] of 0.032 nats" in costs["encoder_translation"]
-    assert "shared_qk: +0.236 [+0.197, +0.274] of 0.325 accuracy" in costs["directed"]
-    assert "tied_qkv: +0.000, as all runs answer everything" in costs["one_projection"]
+    assert (
+        "shared_qk: +0.014 [+0.007, +0.021] nats, margin 0.005, attention 0.032"
+        in costs["encoder_translation"]
+    )
+    assert (
+        "shared_qk: +0.236 [+0.197, +0.274] accuracy, margin 0.05, attention 0.325"
+        in costs["directed"]
+    )
+    assert "tied_qkv: +0.000 accuracy, every run at 100 %" in costs["one_projection"]
     assert "no_q sites=cross minus sites=decoder: -0.004" in costs["cross_needs_both"]
-    assert "no_q: +0.004 [-0.002, +0.009] of 0.7" in costs["encoder_decoder"]
-    assert costs["encoder_decoder"].endswith(" nats (UNDERPOWERED)")
+    assert (
+        "no_q: +0.004 [-0.002, +0.009] nats, margin 0.005, attention 0.7"
+        in costs["encoder_decoder"]
+    )
+    assert costs["encoder_decoder"].endswith(" attention 0.737 (UNDERPOWERED)")
 
 
 def test_only_so_many_parts_are_told():
     (directed,) = (s for s in read_claims(STUDY) if s.claim.name == "directed")
     assert format_costs(directed, 4).count(";") == 3
-    assert format_costs(directed, 1).endswith("accuracy; 3 more")
+    assert format_costs(directed, 1).endswith("attention 0.325; 3 more")
 
 
 def test_a_ratio_is_that_of_the_variant_whatever_a_part_compares():

@@ -13,6 +13,7 @@ from tests.cli.helpers import assert_refused
 
 ROOT = Path(__file__).parents[3]
 STUDY = ROOT / "docs" / "study"
+COST = "no_q: +0.049 [+0.047, +0.051] nats, margin 3, attention 0.001"
 
 
 def test_page_in_the_docs_is_that_of_the_published_runs():
@@ -49,12 +50,12 @@ def study(qkablate, outputs, tmp_path):
 
 def test_page_has_answer_evidence_and_limits(study):
     page = (study / PAGE).read_text(encoding="utf-8")
-    assert "| **Others** |" in page
+    assert "| **Other claims** |" in page
     (row,) = [line for line in page.splitlines() if line.startswith("| Keys alone")]
     name, verdict, *answer = row.strip("| ").split(" | ")
     assert re.fullmatch(r"Keys alone are enough\. \[mine\]\(#([\w-]+)\)", name)
     assert f"{{ {name.partition('(')[2].rstrip(')')} }}" in page  # the section it leads to
-    assert (verdict, *answer) == ("INSENSITIVE", "no_q: +0.049 [+0.047, +0.051] of 0.001 nats", "3")
+    assert (verdict, *answer) == ("nothing could show (INSENSITIVE)", COST, "text", "3")
     for text in (
         "From a comment.",
         "no_q is not worse than standard by 3, at equal tokens",
@@ -74,10 +75,12 @@ def test_page_has_answer_evidence_and_limits(study):
 
 def test_table_for_a_readme_has_the_same_figures(study):
     (head, _, question, row) = (study / SNIPPET).read_text(encoding="utf-8").splitlines()
-    assert head.startswith("| claim | verdict | what the variant costs (positive: worse),")
-    assert question == "| **Others** |  |  |  |"
-    cells = "INSENSITIVE | no_q: +0.049 [+0.047, +0.051] of 0.001 nats | 3"
-    assert row == f"| Keys alone are enough. `mine` | {cells} |"
+    assert (
+        head == "| question | answer | cost of the variant (+: worse), 90 % interval | data | n |"
+    )
+    assert question == "| **Other claims** |  |  |  |  |"
+    answer = "nothing could show (INSENSITIVE)"
+    assert row == f"| Keys alone are enough. `mine` | {answer} | {COST} | text | 3 |"
 
 
 def test_page_and_pictures_are_the_same_when_made_again(study, qkablate):
@@ -105,7 +108,7 @@ def test_missing_runs_and_other_statistics_are_visible(study, qkablate, outputs)
     assert qkablate("publish", "mine", "-o", "study/results").code == 0
     assert qkablate("report", "--study", "study").code == 0
     page = (study / PAGE).read_text(encoding="utf-8")
-    assert "| INSENSITIVE (exploratory) |" in page
+    assert "| nothing could show (INSENSITIVE, exploratory) |" in page
     assert "registered under statistics 1, and judged by 2" in page
     for path in (study / "results").iterdir():
         path.unlink()

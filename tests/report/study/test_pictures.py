@@ -90,7 +90,7 @@ def test_parts_are_below_their_question():
     first.claim.name = "directed"
     spec = answers_chart([first, second]).panels[0].spec
     y = next(layer["encoding"]["y"] for layer in spec["layer"] if "y" in layer["encoding"])
-    rows = ["Is Q = K enough?", "no_q (directed)", " ", "Others", "no_q (claim)"]
+    rows = ["Is Q = K enough?", "no_q (directed)", " ", "Other claims", "no_q (claim)"]
     assert y["scale"]["domain"] == rows
     assert [row["is_decided"] for row in spec["data"]["values"]] == [True, False]
 

@@ -1,7 +1,15 @@
 """The questions of the study."""
 
 from qkablate.analysis.claims.parse import claim_names
-from qkablate.report.study.questions import OTHERS, find_question, load_questions, rank_claim
+from qkablate.analysis.comparison.decision import Verdict
+from qkablate.report.study.questions import (
+    ANSWER_OF,
+    OTHERS,
+    ask_claim,
+    find_question,
+    load_questions,
+    rank_claim,
+)
 
 
 def test_each_shipped_claim_answers_one_question():
@@ -12,6 +20,15 @@ def test_each_shipped_claim_answers_one_question():
         assert {find_question(name) for name in names} == {question}
 
 
-def test_claims_of_users_are_last():
+def test_claims_ask_what_yes_or_no_answers():
+    for claims in load_questions().values():
+        for name, asks in claims.items():
+            assert asks.endswith("?")
+            assert ask_claim(name, "It is so.") == asks
+    assert {ANSWER_OF[word] for word in Verdict if word != Verdict.INCOMPLETE} >= {"yes", "no"}
+
+
+def test_claims_of_users_are_last_and_say_what_they_say():
     assert find_question("mine") == OTHERS
+    assert ask_claim("mine", "It is so.") == "It is so."
     assert all(rank_claim(name) < rank_claim("mine") for name in claim_names())

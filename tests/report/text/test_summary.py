@@ -279,7 +279,7 @@ def test_equivalence_is_stated(claimed):
     section = claimed(0.0, kind="better")
     assert section.judgement.word == "EQUIVALENT"
     first, _ = summarize(section)
-    assert first.startswith("The runs show that there is no such difference")
+    assert first.startswith("The runs find no difference of this size")
 
 
 def test_verdict_needs_all_runs(claimed):
