@@ -43,13 +43,13 @@ torture: venv ## inject hundreds of faults of each kind (under half an hour)
 	$(BIN)/python -m tests.torture
 
 # 105 runs or more choose the learning rates of four variants and the floor, 30 are compared.
-pictures: venv ## train the README's tuned sweep and draw its figures (some half an hour of 2 idle cores)
+pictures: venv ## train a tuned sweep and draw the figure of docs/reports.md (about half an hour of 2 idle cores)
 	$(BIN)/qkablate sweep variant=standard,merged_w,no_q,shared_qk 'seed=range(6)' model.layers=2 model.d_model=64 \
 		train.steps=1000 optim.lr=8e-3 precision=fp32 matmul=torch attention.kernel=math sweep.tune=true \
 		sweep.name=readme
 	$(BIN)/qkablate report readme -o outputs/report.svg
-	cp outputs/report-gaps.svg outputs/report-gap-curves.svg docs/
-	$(BIN)/python scripts/darken.py docs/report-gaps.svg docs/report-gap-curves.svg
+	cp outputs/report-gap-curves.svg docs/
+	$(BIN)/python scripts/darken.py docs/report-gap-curves.svg
 
 # .venv may lack the extra: then it is installed, from the same pins.
 docs: .venv/docs ## build the documentation into site/, without a network

@@ -1,4 +1,4 @@
-"""Write the dark version of charts: `python scripts/darken.py docs/report-gaps.svg …`."""
+"""Write the dark version of charts: `python scripts/darken.py docs/report-gap-curves.svg …`."""
 
 import sys
 from pathlib import Path

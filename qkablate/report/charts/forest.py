@@ -119,7 +119,7 @@ def gap_chart(section: Section) -> Chart:
     encoding = {"x": x, "y": y} | color
     tooltip = base.make_tooltip(arm="", estimate="gap, 95 % interval", baseline="against")
     margins = sorted({gap.margin.nats for gap in section.summary.gaps if gap.margin})
-    layers = [*_margin_band(margins), base.zero_line("x")]
+    layers = [*margin_band(margins), base.zero_line("x")]
     if len(pairs) <= 2_000:
         layers.append(base.make_layer("tick", encoding, pairs, thickness=1, size=9, opacity=0.45))
     if all_diverged:
@@ -200,7 +200,7 @@ def _space_groups(groups: list[list[str]]) -> list[str]:
     return names
 
 
-def _margin_band(margins: list[float]) -> list[Spec]:
+def margin_band(margins: list[float]) -> list[Spec]:
     """Return the band from minus to plus a margin."""
     ends = [{"from": -nats, "to": nats} for nats in margins]
     x = {"x": {"field": "from", "type": "quantitative"}, "x2": {"field": "to"}}

@@ -16,7 +16,13 @@ from qkablate.report.section import Section, format_n
 from qkablate.report.study.anchors import format_anchors
 from qkablate.report.study.claims import RESULTS, StudiedClaim, find_open_claims, read_claims
 from qkablate.report.study.costs import LEVEL, format_costs
-from qkablate.report.study.pictures import ANSWERS, draw_pictures, read_hash, render_picture
+from qkablate.report.study.pictures import (
+    ANSWERS,
+    COSTS,
+    draw_pictures,
+    read_hash,
+    render_picture,
+)
 from qkablate.report.study.questions import ANSWER_OF, ask_claim, find_question
 from qkablate.report.text.claims import format_audit, format_spec, make_claim_table
 from qkablate.report.text.setting import format_setting
@@ -112,6 +118,8 @@ def _format_answer(claims: list[StudiedClaim], open_claims: list[Claim], picture
         f" them alone. What was tried before stands in [{REGISTRATIONS}]({REGISTRATIONS}).",
         "",
     ]
+    if COSTS in pictures:
+        lines += [_format_picture(COSTS, "What variants cost on text"), ""]
     lines.append(
         f"{_LEGEND}\n\n{answers.rstrip()}"
         if answers

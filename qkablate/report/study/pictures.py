@@ -10,21 +10,29 @@ from collections import Counter
 from collections.abc import Iterator, Mapping
 from typing import Any
 
+from qkablate.analysis.claims.judgement import PartJudgement
 from qkablate.analysis.comparison.decision import Verdict
+from qkablate.analysis.stats import Sample
+from qkablate.analysis.study.study import Entry
 from qkablate.report.charts import base
 from qkablate.report.charts.base import Chart, ChartPanel, Spec
 from qkablate.report.charts.curves import gap_curve_chart, loss_chart
-from qkablate.report.charts.forest import claim_chart
+from qkablate.report.charts.forest import claim_chart, margin_band
 from qkablate.report.palette import darken
 from qkablate.report.render import render_chart
 from qkablate.report.study.claims import StudiedClaim
 from qkablate.report.study.costs import format_compared, is_about_standard
 from qkablate.report.study.questions import find_question
+from qkablate.report.text.numbers import format_gap
 from qkablate.report.text.setting import format_setting
 from qkablate.strict_json import hash_json
+from qkablate.table import format_count
 
 ANSWERS = "answers"  # name of the picture of all claims
+COSTS = "costs"  # that of the variants' costs on text
 _WIDTH = 360  # pixels
+_LEVEL = 0.95  # of the costs on text
+_FAR = 4  # times the largest cost: a floor beyond it is written, and not drawn
 _FARTHEST, _EDGE = 6.0, 7.0  # margins from zero: longer intervals are cut, and pale to the edge
 _CLAIMED = {  # by the kind of a part, in margins
     "noninferior": (-_EDGE, 1.0),
@@ -41,6 +49,8 @@ def draw_pictures(claims: list[StudiedClaim]) -> Iterator[tuple[str, Chart, str,
     """Yield the pictures: name, chart, subject and setting."""
     if (chart := answers_chart(claims)) is not None:
         yield ANSWERS, chart, "the claims of the study", ""
+    if (costs := costs_chart(claims)) is not None:
+        yield COSTS, costs[0], "the claims of the study", costs[1]
     for studied in claims:
         section = studied.section
         for make in (claim_chart, loss_chart, gap_curve_chart):
@@ -103,6 +113,85 @@ def answers_chart(claims: list[StudiedClaim]) -> Chart | None:
             " bound, as runs diverged."
         )
     return Chart(ANSWERS, "What was claimed, and what was measured", caption, [panel])
+
+
+def costs_chart(claims: list[StudiedClaim]) -> tuple[Chart, str] | None:
+    """Chart what variants cost on text beside standard; return it with its setting.
+
+    It has the parts of all claims in the setting that most of them share.
+    """
+    parts: dict[str, list[PartJudgement]] = {}
+    for studied in claims:
+        own = [judged for judged in studied.deciding if _is_plain_cost(judged)]
+        if own:
+            parts.setdefault(_format_scale(own[0].gaps[0].baseline), []).extend(own)
+    if not parts:
+        return None
+    setting, shown = max(parts.items(), key=lambda item: len(item[1]))
+    by_name = {_name_cost(judged): judged.part.sample for judged in shown}
+    floor = next((judged.gaps[0].floor for judged in shown if judged.gaps[0].floor), None)
+    if floor is not None:
+        costs = shown[0].comparison.spec.measure.costs(floor)
+        by_name["uniform, the floor"] = Sample(tuple(costs.values()))
+    rows = [_cost_row(name, sample) for name, sample in by_name.items()]
+    limit = _FAR * max(abs(end) for row in rows[: len(shown)] for end in (row["low"], row["high"]))
+    near = [row for row in rows if row["high"] <= limit]
+    far = [row for row in rows if row["high"] > limit]
+    y = base.arm_axis([row["arm"] for row in rows])
+    x = base.number_axis("gap", "test loss minus that of standard, nats per token (right: worse)")
+    x |= {"axis": {"tickCount": 6, "labelFlush": False}}
+    encoding = {"x": x, "y": y, "color": {"value": "var(--ink)"}}
+    text = {"text": {"field": "estimate", "type": "nominal"}, "x": {"value": "width"}, "y": y}
+    font = {"fontSize": 11, "color": "var(--ink)"}
+    layers = [
+        *margin_band(sorted({judged.comparison.spec.margin for judged in shown})),
+        base.zero_line("x"),
+        *base.interval_layer("rule", "x", near, encoding, strokeWidth=3),
+        base.make_layer("point", encoding, filled=True, size=70),
+        base.make_layer("text", text, rows, align="left", dx=8, **font),
+    ]
+    if far:
+        arrow = text | {"text": {"value": "→"}}
+        layers.append(base.make_layer("text", arrow, far, align="right", dx=-4, **font))
+    panel = base.make_panel("", near, layers, base.ROW_HEIGHT * len(rows))
+    caption = (
+        f"Registered claims, each at its own tuned learning rates, {100 * _LEVEL:.0f} % intervals"
+        " over paired seeds. Shaded: the margin. The floor weights all visible tokens equally."
+    )
+    panels = [ChartPanel("", {"width": 420} | panel.spec)]
+    return Chart(COSTS, "What variants cost on text", caption, panels), setting
+
+
+def _is_plain_cost(judged: PartJudgement) -> bool:
+    """Return whether a part compares a variant with standard in the loss on text."""
+    spec, gap = judged.comparison.spec, judged.gaps[0]
+    is_plain = (spec.of, spec.axis, spec.horizon) == ("gap", "tokens", "longest")
+    is_plain &= spec.against.get("variant") == "standard" and len(judged.gaps) == 1
+    is_text = all(run.accuracy is None for run, _ in gap.runs)
+    return is_plain and is_text and judged.part.sample.interval(_LEVEL) is not None
+
+
+def _format_scale(entry: Entry) -> str:
+    config = entry.arm.config
+    model, train = config.model, config.train
+    return (
+        f"{config.data.source} · {format_count(model.layers, 'layer')} · d_model"
+        f" {model.d_model} · {train.steps:,} steps"
+    )
+
+
+def _name_cost(judged: PartJudgement) -> str:
+    gap = judged.gaps[0]
+    heads = format_count(gap.arm.arm.config.model.heads, "head")
+    params = gap.arm.arm.params / gap.baseline.arm.params - 1
+    n = judged.part.sample.n
+    return f"{format_compared(judged)}, {heads}, {params:+.0%} parameters  (n = {n})"
+
+
+def _cost_row(name: str, sample: Sample) -> Spec:
+    low, high = sample.interval(_LEVEL) or (sample.mean, sample.mean)
+    row: Spec = {"arm": name, "gap": sample.mean, "low": low, "high": high}
+    return row | {"estimate": format_gap(sample.mean, sample.interval(_LEVEL))}
 
 
 def _answers_panel(groups: dict[str, list[Spec]]) -> ChartPanel:

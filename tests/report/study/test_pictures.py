@@ -1,5 +1,6 @@
 """Pictures of the study."""
 
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -10,7 +11,8 @@ from qkablate.analysis.claims.verdict import Part
 from qkablate.analysis.comparison.decision import Verdict
 from qkablate.analysis.stats import Sample
 from qkablate.report.charts.base import Chart, ChartPanel
-from qkablate.report.study.pictures import answers_chart, hash_chart
+from qkablate.report.study.claims import read_claims
+from qkablate.report.study.pictures import answers_chart, costs_chart, hash_chart
 
 
 def test_checksum_does_not_depend_on_the_last_digits():
@@ -99,3 +101,30 @@ def test_claims_without_a_verdict_have_no_picture():
     claim = answer(0.02, 0.03, 0.04)
     claim.judgement.has_ended = False
     assert answers_chart([claim]) is None
+
+
+@pytest.fixture(scope="module")
+def studied():
+    return read_claims(Path(__file__).parents[3] / "docs" / "study")
+
+
+def test_costs_on_text_are_those_of_the_claims(studied):
+    chart, setting = costs_chart(studied)
+    assert setting == "stdlib · 2 layers · d_model 64 · 2,000 steps"
+    panel = chart.panels[0].spec
+    rows = {row["arm"]: row for row in panel["data"]["values"]}
+    (claim,) = (s for s in studied if s.claim.name == "w_q_necessary")
+    part = next(p for p in claim.deciding if p.comparison.part == "without_w_q").part
+    row = rows["no_q, 4 heads, -8% parameters  (n = 16)"]
+    assert row["gap"] == part.sample.mean
+    assert (row["low"], row["high"]) == part.sample.interval(0.95)
+    # The floor is far beyond: it is written, and not drawn.
+    assert "uniform, the floor" not in rows
+    y = next(layer["encoding"]["y"] for layer in panel["layer"] if "y" in layer["encoding"])
+    assert y["scale"]["domain"][-1] == "uniform, the floor"
+
+
+def test_claims_about_tasks_ratios_and_equal_parameters_have_no_cost_on_text(studied):
+    others = [s for s in studied if s.claim.name in ("directed", "encoder_translation")]
+    assert len(others) == 2
+    assert costs_chart(others) is None
