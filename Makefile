@@ -15,7 +15,7 @@ train: venv ## set up, then train merged_w on the embedded default
 test test-slow: export PYTHONDONTWRITEBYTECODE =
 # worksteal gives a worker whole files, so that it makes what their tests share once.
 
-test: venv ## set up, then run the tests (some 5 minutes on 2 cores)
+test: venv ## set up, then run the tests (about 5 minutes on 2 cores)
 	$(BIN)/pytest -n auto --dist worksteal -m "not slow"
 
 # Slow tests wait for other processes nearly half of their time, so there are more of them than cores.
@@ -24,7 +24,7 @@ test-slow: venv ## the tests that `make test` leaves out: clusters, browser, kil
 
 test-all: test test-slow ## all tests
 
-wheel: venv ## build the package and try it with every supported Python (some 4 minutes)
+wheel: venv ## build the package and try it with every supported Python (about 4 minutes)
 	PATH="$$PWD/$(BIN):$$PATH" scripts/try-wheel
 
 check: venv ## ruff and mypy
@@ -32,7 +32,7 @@ check: venv ## ruff and mypy
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 
-bench: venv ## measure speed on this machine (some 20 minutes); compare with nanoGPT: NANOGPT=FOLDER
+bench: venv ## measure speed on this machine (about 20 minutes); compare with nanoGPT: NANOGPT=FOLDER
 	$(if $(NANOGPT),$(BIN)/python scripts/compare_nanogpt.py --nanogpt $(NANOGPT))
 	$(BIN)/python scripts/bench.py $(if $(NANOGPT),--nanogpt $(NANOGPT))
 
