@@ -80,7 +80,7 @@ def test_readme_is_short():
     """The table of the answers grows with the study; the rest does not."""
     text = (ROOT / "README.md").read_text(encoding="utf-8")
     answers = (ROOT / "docs" / "study" / "answers.txt").read_text(encoding="utf-8")
-    assert len(text.replace(answers, "").splitlines()) <= 140
+    assert len(text.replace(answers, "").splitlines()) <= 145
 
 
 def test_pages_show_commands():

@@ -67,9 +67,9 @@ class StudiedClaim:
 
     @property
     def data(self) -> str:
-        """The data of the part that decides."""
-        sides = [entry for gap in self.deciding[0].gaps for entry in gap.sides]
-        return format_list(sorted({entry.arm.config.data.source for entry in sides}))
+        """The data of its runs."""
+        arms = [entry.arm for entry in self.judgement.study.entries]
+        return format_list(list(dict.fromkeys(arm.config.data.source for arm in arms)))
 
     @property
     def command(self) -> str:

@@ -7,12 +7,13 @@ from qkablate.analysis.claims.claim import PartSpec, Selector
 from qkablate.analysis.claims.judgement import PartJudgement
 from qkablate.analysis.claims.measures import Unit
 from qkablate.report.study.claims import StudiedClaim
+from qkablate.table import format_list
 
 LEVEL = 0.9  # of the intervals, whatever a claim is judged at
 _ALL = 0.9995  # of the answers, as shown to a tenth of a percent
 
 
-def format_costs(studied: StudiedClaim, most: int) -> str:
+def format_costs(studied: StudiedClaim, most: int) -> list[str]:
     """Return what the variants of the parts cost, with intervals; of `most` parts at most.
 
     The parts with the verdict of the claim come first; another has its verdict beside it.
@@ -25,8 +26,12 @@ def format_costs(studied: StudiedClaim, most: int) -> str:
         size = name.removeprefix(own) if counts[own] > 1 else ""
         word = f" ({part.word})" if part.word != judged.word else ""
         costs.append(_format_cost(part, size) + word)
-    more = [f"{len(costs) - most} more"] if len(costs) > most else []
-    return "; ".join([*costs[:most], *more]) or "–"
+    if len(costs) <= most:
+        return costs
+    others = dict.fromkeys(part.word for part in studied.deciding[most:])
+    others.pop(judged.word, None)
+    more = f"{len(costs) - most} more" + (f": {format_list([*others])}" if others else "")
+    return [*costs[:most], more]
 
 
 def _format_cost(judged: PartJudgement, size: str) -> str:
@@ -63,7 +68,7 @@ def format_compared(judged: PartJudgement) -> str:
     """Return the variant of a part, with what it is compared to unless that is standard."""
     spec = judged.comparison.spec
     text = _format_arms(spec)
-    text += f" on {judged.comparison.world}" if len(spec.data) > 1 else ""
+    text += f" on {world}" if (world := judged.comparison.world) != "text" else ""
     return text + (f" at equal {spec.axis}" if spec.axis != "tokens" else "")
 
 

@@ -9,7 +9,8 @@ from collections.abc import Iterable
 from pathlib import Path
 
 from qkablate.analysis.claims.claim import Claim
-from qkablate.analysis.comparison.decision import RateScope
+from qkablate.analysis.claims.judgement import Judgement
+from qkablate.analysis.comparison.decision import RateScope, Verdict
 from qkablate.analysis.publication.archive import CHECKSUMS
 from qkablate.disk import make_folder, read_file, replace_file
 from qkablate.report.section import Section, format_n
@@ -99,13 +100,21 @@ def format_answers(claims: list[StudiedClaim], most: int = 1, *, linked: bool = 
         # What nearly all share stands beside the table: tuned rates, rare outliers.
         limits = [text for text in judged.scope if not text.startswith(RateScope.THESE_RATES)]
         limits += ["exploratory"] if judged.exploratory else []
-        answer = f"{ANSWER_OF[judged.word]} ({', '.join([judged.word, *limits])})"
-        costs = format_costs(studied, most)
+        answer = f"{ANSWER_OF[judged.word]} ({', '.join([_format_word(judged), *limits])})"
+        costs = Markdown("<br>".join(map(escape_markdown, format_costs(studied, most))))
         rows.append([Markdown(asks), answer, costs, studied.data, str(judged.n)])
     if not rows:
         return ""
     table = format_markdown(Table("", ["question", "answer", _COST, "data", "n"], rows))
     return table.partition("\n\n")[2].strip() + "\n"
+
+
+def _format_word(judgement: Judgement) -> str:
+    """Return the verdict, with the number of its parts if some were refuted."""
+    refuted = sum(part.word == Verdict.REFUTED for part in judgement.parts)
+    if judgement.word != Verdict.REFUTED or refuted == len(judgement.parts):
+        return judgement.word
+    return f"{judgement.word} in {refuted} part{'s' * (refuted > 1)} of {len(judgement.parts)}"
 
 
 def _format_answer(claims: list[StudiedClaim], open_claims: list[Claim], pictures: set[str]) -> str:
@@ -163,7 +172,7 @@ def _format_claim(studied: StudiedClaim, pictures: set[str], histories: set[str]
     lines += [f"- {escape_markdown(line.strip())}" for line in format_audit(judgement.parts)]
     lines += ["", "### What this does not say", "", _format_limits(section), ""]
     lines += ["### Run it", "", "```bash", studied.command, "```", ""]
-    lines += [_format_cost(studied), ""]
+    lines += [_format_training(studied), ""]
     history = f" Earlier registrations: [{REGISTRATIONS}]({REGISTRATIONS}#{claim.name})."
     lines.append(
         f"Registered {registration.when[:19]} with hash `{claim.hash[:12]}` under statistics"
@@ -191,7 +200,7 @@ def _format_limits(section: Section) -> str:
     )
 
 
-def _format_cost(studied: StudiedClaim) -> str:
+def _format_training(studied: StudiedClaim) -> str:
     records = studied.judgement.study.all_records
     done = [record for record in records if record.status in ("done", "diverged")]
     machines = _distinct(record.facts["cpu"] or record.facts["device"] for record in done)

@@ -14,14 +14,14 @@ ANSWER_OF = {
     Verdict.REFUTED: "no",
     Verdict.EQUIVALENT: "no",
     Verdict.MIXED: "partly no",
-    Verdict.INSENSITIVE: "nothing could show",
+    Verdict.INSENSITIVE: "could not tell",
     Verdict.UNDERPOWERED: "undecided",
 }
 
 
 @cache
 def load_questions() -> dict[str, dict[str, str]]:
-    """Return the claims' own questions by their names, by question, in the order of the page."""
+    """Return for each question its claims, each with its own question, in the order of the page."""
     entries = yaml.safe_load(_FILE.read_text(encoding="utf-8"))
     return {entry["asks"]: entry["claims"] for entry in entries}
 

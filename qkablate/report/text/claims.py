@@ -57,7 +57,10 @@ def format_claim(claim: Claim) -> list[str]:
     if sites != "all" and "," not in sites:
         lines.append(f"sites     a variant is at {sites}, and standard attention at the others")
     looks = " then ".join(map(str, claim.seeds))
-    tuned = f"; rates tuned on {claim.tuning_seeds} other seeds" if claim.tuning_seeds else ""
+    tuned = ""
+    if claim.tuning_seeds:
+        tuned = f"; rates tuned on {claim.tuning_seeds} other seeds"
+        tuned += ", a pair of rates on a third of them" if claim.tuning_seeds >= 3 else ""
     lines.append(f"seeds     {looks}, from its hash {claim.hash[:12]}{tuned}")
     return [*map(sanitize, lines)]
 

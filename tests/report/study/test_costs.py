@@ -25,11 +25,13 @@ def test_parts_that_decide_a_claim_come_first():
 
 def test_costs_are_those_of_the_variant_whatever_a_part_compares():
     """A loss of standard less that of a variant, and an accuracy, change their sign."""
-    costs = {studied.claim.name: format_costs(studied, 9) for studied in read_claims(STUDY)}
-    w_o = "no_o at equal params: +0.008 [+0.004, +0.012] nats, margin 0.005, attention 0.032"
-    assert w_o in costs["encoder_translation"]
+    costs = {
+        studied.claim.name: "; ".join(format_costs(studied, 9)) for studied in read_claims(STUDY)
+    }
+    w_o = "no_o on translation at equal params: +0.008 [+0.004, +0.012] nats, margin 0.005"
+    assert f"{w_o}, attention 0.032" in costs["encoder_translation"]
     assert (
-        "shared_qk: +0.014 [+0.007, +0.021] nats, margin 0.005, attention 0.032"
+        "shared_qk on translation: +0.014 [+0.007, +0.021] nats, margin 0.005, attention 0.032"
         in costs["encoder_translation"]
     )
     assert (
@@ -37,18 +39,22 @@ def test_costs_are_those_of_the_variant_whatever_a_part_compares():
         in costs["directed"]
     )
     assert "tied_qkv: +0.000 accuracy, every run at 100 %" in costs["one_projection"]
-    assert "no_q sites=cross minus sites=decoder: -0.004" in costs["cross_needs_both"]
     assert (
-        "no_q: +0.004 [-0.002, +0.009] nats, margin 0.005, attention 0.7"
+        "no_q sites=cross minus sites=decoder on translation: -0.004" in costs["cross_needs_both"]
+    )
+    assert (
+        "no_q on translation: +0.004 [-0.002, +0.009] nats, margin 0.005, attention 0.7"
         in costs["encoder_decoder"]
     )
     assert costs["encoder_decoder"].endswith(" attention 0.737 (UNDERPOWERED)")
 
 
-def test_only_so_many_parts_are_told():
+def test_only_so_many_parts_are_shown():
     (directed,) = (s for s in read_claims(STUDY) if s.claim.name == "directed")
-    assert format_costs(directed, 4).count(";") == 3
-    assert format_costs(directed, 1).endswith("attention 0.325; 3 more")
+    assert len(format_costs(directed, 4)) == 4
+    assert format_costs(directed, 1) == [format_costs(directed, 4)[0], "3 more"]
+    (both,) = (s for s in read_claims(STUDY) if s.claim.name == "encoder_decoder")
+    assert format_costs(both, 1)[1] == "1 more: UNDERPOWERED"
 
 
 def test_a_ratio_is_that_of_the_variant_whatever_a_part_compares():
@@ -60,6 +66,6 @@ def test_a_ratio_is_that_of_the_variant_whatever_a_part_compares():
     part = Part("fast", "better", 0.1, Median(values))
     judged = PartJudgement(part, Verdict.SUPPORTED, comparison, [], [])
     judgement = SimpleNamespace(parts=[judged], has_ended=True, word=Verdict.SUPPORTED)
-    costs = format_costs(StudiedClaim(None, judgement), 1)
-    assert costs.startswith("no_q: ")
-    assert "× 2 [1.96, 2.04]" in costs
+    (cost,) = format_costs(StudiedClaim(None, judgement), 1)
+    assert cost.startswith("no_q: ")
+    assert "× 2 [1.96, 2.04]" in cost

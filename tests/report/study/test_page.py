@@ -55,7 +55,7 @@ def test_page_has_answer_evidence_and_limits(study):
     name, verdict, *answer = row.strip("| ").split(" | ")
     assert re.fullmatch(r"Keys alone are enough\. \[mine\]\(#([\w-]+)\)", name)
     assert f"{{ {name.partition('(')[2].rstrip(')')} }}" in page  # the section it leads to
-    assert (verdict, *answer) == ("nothing could show (INSENSITIVE)", COST, "text", "3")
+    assert (verdict, *answer) == ("could not tell (INSENSITIVE)", COST, "text", "3")
     for text in (
         "From a comment.",
         "no_q is not worse than standard by 3, at equal tokens",
@@ -79,7 +79,7 @@ def test_table_for_a_readme_has_the_same_figures(study):
         head == "| question | answer | cost of the variant (+: worse), 90 % interval | data | n |"
     )
     assert question == "| **Other claims** |  |  |  |  |"
-    answer = "nothing could show (INSENSITIVE)"
+    answer = "could not tell (INSENSITIVE)"
     assert row == f"| Keys alone are enough. `mine` | {answer} | {COST} | text | 3 |"
 
 
@@ -108,7 +108,7 @@ def test_missing_runs_and_other_statistics_are_visible(study, qkablate, outputs)
     assert qkablate("publish", "mine", "-o", "study/results").code == 0
     assert qkablate("report", "--study", "study").code == 0
     page = (study / PAGE).read_text(encoding="utf-8")
-    assert "| nothing could show (INSENSITIVE, exploratory) |" in page
+    assert "| could not tell (INSENSITIVE, exploratory) |" in page
     assert "registered under statistics 1, and judged by 2" in page
     for path in (study / "results").iterdir():
         path.unlink()

@@ -25,7 +25,17 @@ def test_claims_ask_what_yes_or_no_answers():
         for name, asks in claims.items():
             assert asks.endswith("?")
             assert ask_claim(name, "It is so.") == asks
-    assert {ANSWER_OF[word] for word in Verdict if word != Verdict.INCOMPLETE} >= {"yes", "no"}
+
+
+def test_yes_means_supported():
+    assert ANSWER_OF == {
+        Verdict.SUPPORTED: "yes",
+        Verdict.REFUTED: "no",
+        Verdict.EQUIVALENT: "no",
+        Verdict.MIXED: "partly no",
+        Verdict.INSENSITIVE: "could not tell",
+        Verdict.UNDERPOWERED: "undecided",
+    }
 
 
 def test_claims_of_users_are_last_and_say_what_they_say():
