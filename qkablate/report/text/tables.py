@@ -174,17 +174,30 @@ def _rate_table(curves: list[LrCurveSummary]) -> Table:
     head += ["gap at default", "95 % interval", "gap at best", "95 % interval", ""]
     rows = []
     for curve in curves:
-        cells = [curve.arm, f"{curve.runs:,}", str(curve.best or "–"), str(curve.optimum or "–")]
-        cells += [format_interval(curve.optimum_interval, ".3g"), format_known(curve.sensitivity)]
+        cells = [curve.arm, f"{curve.runs:,}", str(curve.best or "–")]
+        is_near = _has_near_optimum(curve)
+        cells.append(str(curve.optimum) if is_near else "–")
+        cells.append(format_interval(curve.optimum_interval if is_near else None, ".3g"))
+        cells.append(format_known(curve.sensitivity))
         cells += [*_estimate_cells(curve.gap_at_default), *_estimate_cells(curve.gap_at_best)]
         rows.append([*cells, "! on the edge" if curve.on_the_edge else ""])
     notes = [
         f"default: {', '.join(dict.fromkeys(str(curve.default) for curve in curves))}",
         "optimum: minimum of a quadratic surface in ln lr and ln of the circuit's multiplier;"
-        " interval: of lr; off by up to 4 ×: mean cost of missing the best rate",
+        " none beyond 4 times the rates tried; interval: of lr; off by up to 4 ×: mean cost of"
+        " missing the best rate",
         "the gaps are paired by tuning seed, on validation",
     ]
     return Table("learning rates, by validation loss", head, rows, notes)
+
+
+def _has_near_optimum(curve: LrCurveSummary) -> bool:
+    """Return whether there is an optimum that is at most 4 times beyond the rates tried."""
+    if curve.optimum is None:
+        return False
+    tried = zip(*((entry.lr, entry.circuit) for entry in curve.val_loss), strict=True)
+    pairs = zip(curve.optimum, tried, strict=True)
+    return all(min(values) / 4 <= rate <= 4 * max(values) for rate, values in pairs)
 
 
 def _curve_table(curves: list[CurveSummary]) -> Table:

@@ -31,6 +31,18 @@ def test_pictures_in_the_docs_are_those_of_the_published_runs():
     assert {path.name: read_hash(path.read_bytes()) for path in STUDY.glob("*.svg")} == expected
 
 
+def test_answers_are_those_of_the_verdicts():
+    rows = (STUDY / SNIPPET).read_text(encoding="utf-8").splitlines()
+    for name, answer in (
+        ("directed", "yes (SUPPORTED)"),
+        ("one_projection_as_published", "no (REFUTED in 1 part of 5)"),
+        ("w_q_necessary", "no (EQUIVALENT, before the model beats an n-gram)"),
+        ("qq_in_encoder", "undecided (UNDERPOWERED)"),
+    ):
+        (row,) = [row for row in rows if f" `{name}` |" in row]
+        assert f"| {answer} |" in row
+
+
 def test_readme_has_the_table_of_the_answers():
     answers = (STUDY / SNIPPET).read_text(encoding="utf-8")
     assert answers in (ROOT / "README.md").read_text(encoding="utf-8")
