@@ -26,7 +26,7 @@ def make_tables(summary: StudySummary) -> list[Table]:
         _arm_table(summary),
         *(_gap_table(gaps, floor, summary) for floor, gaps in by_baseline.values()),
         *(_rank_table(ranking) for ranking in summary.rankings if len(ranking.ranks) > 1),
-        *([_rate_table(summary.learning_rates)] if summary.learning_rates else []),
+        *([make_rate_table(summary.learning_rates)] if summary.learning_rates else []),
         *([_curve_table(curves)] if curves else []),
         *map(make_distance_table, summary.function_distance),
         *(
@@ -169,7 +169,8 @@ def _rank_table(ranking: Ranking) -> Table:
     return Table(title, ["arm", "rank", "mean", "n"], rows, notes)
 
 
-def _rate_table(curves: list[LrCurveSummary]) -> Table:
+def make_rate_table(curves: list[LrCurveSummary]) -> Table:
+    """Return the table of learning rates, by validation loss."""
     head = ["arm", "runs", "best lr", "optimum", "95 % interval", "off by up to 4 ×"]
     head += ["gap at default", "95 % interval", "gap at best", "95 % interval", ""]
     rows = []

@@ -5,7 +5,7 @@ from types import SimpleNamespace
 import pytest
 
 from qkablate.analysis.comparison.lr_curves import RateLosses
-from qkablate.report.text.tables import _rate_table
+from qkablate.report.text.tables import make_rate_table
 from qkablate.sweeps.planning.manifest import Rates
 
 
@@ -37,5 +37,5 @@ def curve(optimum):
     ],
 )
 def test_optimum_far_beyond_the_rates_tried_is_not_shown(optimum, shown):
-    (row,) = _rate_table([curve(optimum)]).rows
+    (row,) = make_rate_table([curve(optimum)]).rows
     assert row[3:5] == shown
