@@ -2,10 +2,12 @@
 
 import math
 import os
+import shlex
 import sys
 import textwrap
 from argparse import Namespace
 from contextlib import suppress
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from qkablate.cli.arguments import (
@@ -69,6 +71,7 @@ Flags
 Exit codes: 0 there is a verdict · 1 some runs are not done · 2 a mistake in the
 command · 128 + signal interrupted, as 130 by Ctrl-C (checkpoints written)
 """
+PUBLISHED = "docs/study/results"  # the archives of a clone
 # The flags that each action takes.
 ACTIONS = {
     "list": ("json",),
@@ -142,6 +145,7 @@ class _ClaimRequest:
                 raise UserError(no_such_key(key, [*KEYS, *SWEEP_KEYS]))
         out = pairs.get("out", "outputs")
         self.out = unpacked(out) if reads_only else out
+        self.is_out_missing = "out" in pairs and "/" in out and not os.path.isdir(out)
         is_archive = self.out != out  # which is no place for runs
         self.words = [w for w in words if not (is_archive and w.startswith("out="))]
         if name in registered_names(self.out) and name not in claim_names():
@@ -253,7 +257,9 @@ def _summarize(judgement: "Judgement") -> str:
 
 def _show(request: _ClaimRequest, as_json: bool) -> int:
     from qkablate.analysis.claims.judgement import counting_judgement, judge_looks
+    from qkablate.analysis.publication import reuse
     from qkablate.report.text.claims import format_claim, judgement_to_json
+    from qkablate.runs.run import no_match
 
     claim = request.claim
     looks = judge_looks(claim, request.out)
@@ -263,9 +269,18 @@ def _show(request: _ClaimRequest, as_json: bool) -> int:
         if as_json:
             print_json({"claim": claim.name, "scale": claim.scale, "verdict": None})
             return 1
-        for line in (*format_claim(claim), "", "not run yet"):
+        if request.is_out_missing:
+            raise no_match("claim", request.out, Path(), [])
+        published = reuse.is_published(PUBLISHED, claim)
+        state = f"not run yet in '{request.out}'" + f", and published in {PUBLISHED}" * published
+        for line in (*format_claim(claim), "", state):
             print_text(line, " " * 10)
-        print_next_commands([*request.command("run"), "--dry-run"], request.command("run"))
+        shown = ["claim", "show", claim.name, f"out={PUBLISHED}"]
+        print_next_commands(
+            *([shown] if published else []),
+            [*request.command("run"), "--dry-run"],
+            request.command("run"),
+        )
         return 1
     with suppress(BrokenPipeError):
         if as_json:
@@ -282,6 +297,7 @@ def _run(request: _ClaimRequest, args: Namespace) -> int:
     from qkablate.analysis.claims.judgement import counting_judgement, judge_looks, solo_arms
     from qkablate.analysis.claims.parse import MOST_SEEDS
     from qkablate.analysis.publication import reuse
+    from qkablate.analysis.publication.archive import refuse_archives
     from qkablate.api.sweep import plan_sweep
     from qkablate.cli.launch import run_and_print, show_plan
     from qkablate.report.text.claims import format_claim
@@ -289,11 +305,14 @@ def _run(request: _ClaimRequest, args: Namespace) -> int:
     claim = request.claim
     looks = list(claim.seeds)
     registrations = registry.find_registrations(request.out, claim.name)
+    refuse_archives(request.out)
     if args.more:
         is_registered = any(entry.claim.hash == claim.hash for entry in registrations)
         earlier = [x for x in judge_looks(claim, request.out) if x.has_ended and is_registered]
         if not any(x.is_conclusive or x.n == looks[-1] for x in earlier if x.n in looks):
-            raise UserError("--more: run the declared seeds first")
+            source = [word for word in ("--from", getattr(args, "from")) if getattr(args, "from")]
+            line = shlex.join(["qkablate", *request.command("run"), *source])
+            raise UserError(f"--more: run the declared seeds first: {line}")
         looks = [looks[-1] + args.more]
         if looks[0] > MOST_SEEDS:
             raise UserError(f"--more: {looks[0]:,} seeds are more than {MOST_SEEDS:,}")
@@ -331,7 +350,10 @@ def _run(request: _ClaimRequest, args: Namespace) -> int:
                 pairs.append(f"then {arms} measured alone, {seeds} times: some {minutes} min more")
             if archive is not None:
                 count = reuse.count_published(archive, manifest)
-                pairs.append(f"{format_count(count, 'published run')} count as done")
+                pairs.append(
+                    f"{format_count(count, 'published run')} count as done, as far as the search"
+                    " chooses the published rates; below is the cost of all runs"
+                )
             for line in (*format_claim(claim), "", *pairs, ""):
                 print_text(line, " " * 10)
             return show_plan(manifest, slots, sweep_request, as_json=False)

@@ -2,6 +2,7 @@
 
 import os
 import re
+import shlex
 from collections.abc import Collection
 from pathlib import Path
 
@@ -56,9 +57,14 @@ def find_by_name(word: str, out: str, kinds: Collection[str]) -> tuple[str, Path
         raise UserError("; ".join([*texts, *hint]))
     if "claim" in kinds:
         from qkablate.analysis.claims.parse import claim_names
+        from qkablate.analysis.publication.archive import refuse_archives
 
         if word in claim_names():
-            raise UserError(f"claim {word} has not been run in '{root}': qkablate claim run {word}")
+            refuse_archives(out)
+            where = "" if str(root) == "outputs" else f" {shlex.quote(f'out={root}')}"
+            raise UserError(
+                f"claim {word} has not been run in '{root}': qkablate claim run {word}{where}"
+            )
         if not known and (nearest := nearest_hint(word, claim_names())):
             raise UserError(
                 f"there is no claim '{word}'{nearest}, and none has been run in '{root}'"

@@ -16,7 +16,7 @@ from qkablate.compose.configs import open_hydra, parse_value
 from qkablate.compose.words import parse_values
 from qkablate.config import KEYS, Config, has_role, no_such_key
 from qkablate.errors import UserError, nearest_hint, print_stderr, sanitize
-from qkablate.table import format_list, print_table, print_text
+from qkablate.table import format_count, format_list, print_table, print_text
 
 if TYPE_CHECKING:
     from qkablate.analysis.claims.judgement import Judgement, PartJudgement
@@ -99,7 +99,9 @@ def main(argv: list[str]) -> int:
     if count is not None and args.retry is not None:
         raise UserError("--retry has no meaning with --check: it begins every run anew")
     if count is not None and args.dry_run:
-        raise UserError("--dry-run has no meaning with --check: N runs are trained")
+        raise UserError(
+            f"--dry-run has no meaning with --check: {format_count(count, 'run')} would be trained"
+        )
     _check_keys(words)
 
     from qkablate.analysis.publication.archive import find_archives, read_archive

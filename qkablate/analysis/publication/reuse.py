@@ -39,6 +39,11 @@ def find_archive(folder: str, claim: Claim) -> Archive:
     raise UserError(f"--from: '{folder}' has no runs of {claim.folder_name}; it has {names}")
 
 
+def is_published(folder: str, claim: Claim) -> bool:
+    """Return whether a folder has an archive of a claim."""
+    return any(path.name.startswith(f"{claim.folder_name}.") for path in find_archives(folder))
+
+
 def machine_settings(archive: Archive, given: Mapping[str, Any]) -> list[str]:
     """Return the settings of the published runs that this machine might choose otherwise.
 

@@ -97,7 +97,7 @@ def _sort_flags(argv: list[str]) -> list[str]:
                 raise UserError(f"{flag}: {not_one_of(value, _INFO)}")
             flags += [flag, value]
         elif flag not in _SWITCHES | _OF_TRAIN:
-            if flag == "--dry-run":
+            if flag.replace("-", "") == "dryrun":
                 raise UserError(
                     "'--dry-run' is a flag of `qkablate sweep`, which shows its plan; the config of"
                     " a run is shown by `qkablate train … --cfg job`"

@@ -60,10 +60,19 @@ class StudiedClaim:
 
     @property
     def deciding(self) -> list[PartJudgement]:
-        """The parts, those with the verdict of the claim first; none before its verdict."""
+        """The parts, those with the verdict of the claim first; none before its verdict.
+
+        Of these, those about loss or accuracy are first.
+        """
         judged = self.judgement
         parts = judged.parts if judged.has_ended else []
-        return sorted(parts, key=lambda part: part.word != judged.word)
+        return sorted(
+            parts,
+            key=lambda part: (
+                part.word != judged.word,
+                part.comparison.spec.of not in ("gap", "accuracy"),
+            ),
+        )
 
     @property
     def data(self) -> str:

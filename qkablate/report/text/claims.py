@@ -158,7 +158,7 @@ def _format_details(judged: PartJudgement, alpha: float) -> str:
     if sample.bca and sample.sign_flip is not None and sample.sd:
         text += [
             f"detectable {format_known(sample.detectable(2 * alpha))}",
-            f"BCa 95 % {format_interval(judged.unit.natural_interval(*sample.bca))}",
+            f"BCa 95 % (seeds alone) {format_interval(judged.unit.natural_interval(*sample.bca))}",
             f"sign flip p {sample.sign_flip:.4f}",
         ]
     if spec.of == "gap" and spec.horizon not in OVER_LENGTHS and spec.than is None:
