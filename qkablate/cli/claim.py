@@ -44,9 +44,9 @@ Verdicts
                 the parts)
   EQUIVALENT    the 90 % intervals of all parts with a direction lie within ±
                 their margins, and the other parts are supported
-  INSENSITIVE   nothing could have shown: the baseline does not beat `uniform`
-                by three margins
-  MIXED         this holds for some of the parts only
+  INSENSITIVE   no difference could have been detected: the baseline beats
+                `uniform` by less than three margins
+  MIXED         EQUIVALENT holds for some of the parts only
   UNDERPOWERED  none of these; the number of seeds that would decide is shown
   INCOMPLETE    some runs have not ended
 A verdict holds `unless one run in k is an outlier` if failures of training

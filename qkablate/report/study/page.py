@@ -98,7 +98,9 @@ def format_answers(claims: list[StudiedClaim], most: int = 1, *, linked: bool = 
         asks = escape_markdown(ask_claim(name, studied.claim.says))
         asks += f" [{name}](#{_anchor(studied)})" if linked else f" `{name}`"
         # What nearly all share stands beside the table: tuned rates, rare outliers.
-        limits = [text for text in judged.scope if not text.startswith(RateScope.THESE_RATES)]
+        # Their parts stand in the section.
+        limits = [text.partition(" (")[0] for text in judged.scope]
+        limits = [text for text in limits if text != RateScope.THESE_RATES]
         limits += ["exploratory"] if judged.exploratory else []
         answer = f"{ANSWER_OF[judged.word]} ({', '.join([_format_word(judged), *limits])})"
         costs = Markdown("<br>".join(map(escape_markdown, format_costs(studied, most))))
