@@ -7,7 +7,6 @@ import sys
 import textwrap
 from argparse import Namespace
 from contextlib import suppress
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from qkablate.cli.arguments import (
@@ -145,7 +144,6 @@ class _ClaimRequest:
                 raise UserError(no_such_key(key, [*KEYS, *SWEEP_KEYS]))
         out = pairs.get("out", "outputs")
         self.out = unpacked(out) if reads_only else out
-        self.is_out_missing = "out" in pairs and "/" in out and not os.path.isdir(out)
         is_archive = self.out != out  # which is no place for runs
         self.words = [w for w in words if not (is_archive and w.startswith("out="))]
         if name in registered_names(self.out) and name not in claim_names():
@@ -259,7 +257,6 @@ def _show(request: _ClaimRequest, as_json: bool) -> int:
     from qkablate.analysis.claims.judgement import counting_judgement, judge_looks
     from qkablate.analysis.publication import reuse
     from qkablate.report.text.claims import format_claim, judgement_to_json
-    from qkablate.runs.run import no_match
 
     claim = request.claim
     looks = judge_looks(claim, request.out)
@@ -269,10 +266,10 @@ def _show(request: _ClaimRequest, as_json: bool) -> int:
         if as_json:
             print_json({"claim": claim.name, "scale": claim.scale, "verdict": None})
             return 1
-        if request.is_out_missing:
-            raise no_match("claim", request.out, Path(), [])
         published = reuse.is_published(PUBLISHED, claim)
-        state = f"not run yet in '{request.out}'" + f", and published in {PUBLISHED}" * published
+        state = f"not run yet in '{request.out}'"
+        state += "" if os.path.isdir(request.out) else ", which does not exist"
+        state += f"; published in {PUBLISHED}" * published
         for line in (*format_claim(claim), "", state):
             print_text(line, " " * 10)
         shown = ["claim", "show", claim.name, f"out={PUBLISHED}"]
