@@ -303,18 +303,19 @@ def _run(request: _ClaimRequest, args: Namespace) -> int:
     looks = list(claim.seeds)
     registrations = registry.find_registrations(request.out, claim.name)
     refuse_archives(request.out)
+    folder = getattr(args, "from")
+    source = ["--from", folder] if folder else []
     if args.more:
         is_registered = any(entry.claim.hash == claim.hash for entry in registrations)
         earlier = [x for x in judge_looks(claim, request.out) if x.has_ended and is_registered]
         if not any(x.is_conclusive or x.n == looks[-1] for x in earlier if x.n in looks):
-            source = [word for word in ("--from", getattr(args, "from")) if getattr(args, "from")]
             line = shlex.join(["qkablate", *request.command("run"), *source])
             raise UserError(f"--more: run the declared seeds first: {line}")
         looks = [looks[-1] + args.more]
         if looks[0] > MOST_SEEDS:
             raise UserError(f"--more: {looks[0]:,} seeds are more than {MOST_SEEDS:,}")
     archive = None
-    if folder := getattr(args, "from"):
+    if folder:
         archive = reuse.find_archive(folder, claim)
         given = {**claim.words, **dict(word.split("=", 1) for word in request.run_words)}
         request.run_words += reuse.machine_settings(archive, given)
@@ -326,8 +327,7 @@ def _run(request: _ClaimRequest, args: Namespace) -> int:
         with open_hydra():
             sweep_request = read_request([*words, *request.run_words], grid)
             more = ["--more", str(args.more)] if args.more else []
-            more += ["--from", folder] if folder else []
-            command = [*request.command("run"), *more]
+            command = [*request.command("run"), *more, *source]
             manifest, slots = plan_sweep(sweep_request, command)
         if archive is not None:
             reuse.note_tuning(archive, manifest)

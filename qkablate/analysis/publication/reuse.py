@@ -32,16 +32,19 @@ def find_archive(folder: str, claim: Claim) -> Archive:
     paths = find_archives(folder)
     if not paths:
         raise UserError(f"--from: '{folder}' holds no archive of runs")
-    for path in paths:
-        if path.name.startswith(f"{claim.folder_name}."):
-            return read_archive(path)
+    if own := _paths_of(paths, claim):
+        return read_archive(own[0])
     names = ", ".join(path.name.partition(".")[0] for path in paths[:4])
     raise UserError(f"--from: '{folder}' has no runs of {claim.folder_name}; it has {names}")
 
 
 def is_published(folder: str, claim: Claim) -> bool:
     """Return whether a folder has an archive of a claim."""
-    return any(path.name.startswith(f"{claim.folder_name}.") for path in find_archives(folder))
+    return bool(_paths_of(find_archives(folder), claim))
+
+
+def _paths_of(archives: list[Path], claim: Claim) -> list[Path]:
+    return [path for path in archives if path.name.startswith(f"{claim.folder_name}.")]
 
 
 def machine_settings(archive: Archive, given: Mapping[str, Any]) -> list[str]:

@@ -15,7 +15,7 @@ from qkablate.report.charts.base import Chart, ChartPanel, Spec
 from qkablate.report.charts.forest import margin_band
 from qkablate.report.section import format_n
 from qkablate.report.study.claims import StudiedClaim
-from qkablate.report.study.costs import LEVEL, format_compared, is_about_standard
+from qkablate.report.study.costs import LEVEL, format_compared, is_about_standard, name_part
 from qkablate.report.study.questions import find_question
 from qkablate.report.text.numbers import format_gap
 from qkablate.table import format_count, format_list
@@ -82,7 +82,7 @@ def _make_rows(studied: StudiedClaim) -> list[Spec]:
     judgement = studied.judgement
     if not judgement.has_ended:
         return []
-    labels = [_name_part(studied, judged) for judged in judgement.parts]
+    labels = [name_part(studied, judged) for judged in judgement.parts]
     counts, rows = Counter(labels), list[Spec]()
     for judged, label in zip(judgement.parts, labels, strict=True):
         part = judged.part
@@ -114,12 +114,6 @@ def _make_rows(studied: StudiedClaim) -> list[Spec]:
             | {"open_below": below, "open_above": above}
         )
     return rows
-
-
-def _name_part(studied: StudiedClaim, judged: PartJudgement) -> str:
-    own = judged.comparison.part
-    has_several = sum(part.comparison.part == own for part in studied.judgement.parts) > 1
-    return format_compared(judged) + (judged.part.name.removeprefix(own) if has_several else "")
 
 
 class _Cost(NamedTuple):

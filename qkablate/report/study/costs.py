@@ -1,7 +1,6 @@
 """Format what the variants of a claim cost: positive is worse, whatever a part compares."""
 
 import math
-from collections import Counter
 
 from qkablate.analysis.claims.claim import PartSpec, Selector
 from qkablate.analysis.claims.judgement import PartJudgement
@@ -19,13 +18,10 @@ def format_costs(studied: StudiedClaim, most: int) -> list[str]:
     The parts with the verdict of the claim come first; another has its verdict beside it.
     """
     judged = studied.judgement
-    counts = Counter(part.comparison.part for part in judged.parts)
     costs = []
     for part in studied.deciding:
-        own, name = part.comparison.part, part.part.name
-        size = name.removeprefix(own) if counts[own] > 1 else ""
         word = f" ({part.word})" if part.word != judged.word else ""
-        costs.append(_format_cost(part, size) + word)
+        costs.append(_format_cost(part, name_part(studied, part)) + word)
     if len(costs) <= most:
         return costs
     others = dict.fromkeys(part.word for part in studied.deciding[most:])
@@ -34,9 +30,16 @@ def format_costs(studied: StudiedClaim, most: int) -> list[str]:
     return [*costs[:most], more]
 
 
-def _format_cost(judged: PartJudgement, size: str) -> str:
+def name_part(studied: StudiedClaim, judged: PartJudgement) -> str:
+    """Return what a part compares, with its settings if the claim compares it at several."""
+    own = judged.comparison.part
+    has_several = sum(part.comparison.part == own for part in studied.judgement.parts) > 1
+    return format_compared(judged) + (judged.part.name.removeprefix(own) if has_several else "")
+
+
+def _format_cost(judged: PartJudgement, text: str) -> str:
     part, spec = judged.part, judged.comparison.spec
-    text, is_standards = format_compared(judged) + size, is_about_standard(spec)
+    is_standards = is_about_standard(spec)
     if part.sample.interval(LEVEL) is None:
         return f"{text}: unknown"
     records = [r for gap in judged.gaps for entry in gap.sides for r in entry.records.values()]

@@ -61,7 +61,7 @@ def test_intervals_beyond_the_edge_of_the_answers_are_pale(values, ends, estimat
         ("equivalent", (-1, 1)),
     ],
 )
-def test_what_was_claimed_is_shaded(kind, claimed):
+def test_claimed_range_is_shaded(kind, claimed):
     _, row = draw(answer(0.019, 0.02, 0.021, kind=kind))
     assert (row["from"], row["to"]) == claimed
 

@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 
 from qkablate.report.study.claims import read_claims
+from qkablate.report.study.costs import LEVEL
 from qkablate.report.study.page import PAGE, SNIPPET, make_page
 from qkablate.report.study.pictures import draw_pictures, hash_chart, read_hash
 from tests.cli.helpers import assert_refused
@@ -41,6 +42,24 @@ def test_answers_are_those_of_the_verdicts():
     ):
         (row,) = [row for row in rows if f" `{name}` |" in row]
         assert f"| {answer} |" in row
+
+
+def test_figures_of_the_readme_are_those_of_the_claims():
+    """The findings above the table are written by hand."""
+    readme = (ROOT / "README.md").read_text(encoding="utf-8").replace("−", "-")
+    found = {
+        (studied.claim.name, judged.comparison.part): (
+            judged.part.sample.mean,
+            *judged.part.sample.interval(LEVEL),
+        )
+        for studied in read_claims(STUDY)
+        for judged in studied.deciding
+    }
+    for part in ("without_w_q", "without_w_k"):
+        assert "{:+.3f} [{:+.3f}, {:+.3f}]".format(*found["w_q_necessary", part]) in readme
+    mean, low, high = found["merged_performance", "loss"]
+    assert f"is {-mean:.3f} [{-high:.3f}, {-low:.3f}] better" in readme
+    assert "is {:.3f} [{:.3f}, {:.3f}] worse".format(*found["qq_worse", "worse"]) in readme
 
 
 def test_readme_has_the_table_of_the_answers():
