@@ -22,7 +22,6 @@ from qkablate.report.study.pictures import (
     COSTS,
     draw_pictures,
     read_hash,
-    render_picture,
 )
 from qkablate.report.study.questions import ANSWER_OF, ask_claim, find_question
 from qkablate.report.text.claims import format_audit, format_spec, make_claim_table
@@ -52,12 +51,14 @@ qkablate reproduce all --check           # train some of the runs again: bit for
 """
 
 
-def make_page(study: Path) -> dict[str, bytes]:
-    """Return the texts of the study by the names of their files."""
-    claims = read_claims(study)
+def make_page(
+    claims: list[StudiedClaim], pictures: set[str], histories: set[str]
+) -> dict[str, bytes]:
+    """Return the texts of the study by the names of their files.
+
+    It shows the named pictures, and refers to the earlier registrations of claims in `histories`.
+    """
     open_claims = find_open_claims(claims)
-    pictures = {name for name, *_ in draw_pictures(claims)}
-    histories = _find_histories(study)
     parts = [_format_answer(claims, open_claims, pictures)]
     parts += [_format_claim(studied, pictures, histories) for studied in claims]
     parts += [format_anchors(claims, histories)]
@@ -68,10 +69,11 @@ def make_page(study: Path) -> dict[str, bytes]:
 
 def write_study(study: Path) -> list[Path]:
     """Write the page, the table of the answers and the pictures; remove pictures of no claim."""
-    files = make_page(study)
-    for name, chart, subject, setting in draw_pictures(read_claims(study)):
-        for end, svg in render_picture(chart, subject, setting).items():
-            files[name + end] = svg
+    claims = read_claims(study)
+    pictures = [*draw_pictures(claims)]
+    files = make_page(claims, {picture.name for picture in pictures}, find_histories(study))
+    for picture in pictures:
+        files |= picture.render()
     make_folder(study)
     for path in study.glob("*.svg"):
         if path.name not in files and read_hash(read_file(path)) is not None:
@@ -247,7 +249,7 @@ def _anchor(studied: StudiedClaim) -> str:
     return studied.slug.replace("_", "-")
 
 
-def _find_histories(study: Path) -> set[str]:
+def find_histories(study: Path) -> set[str]:
     """Return the claims that have a section in the page of earlier registrations."""
     try:
         text = read_file(study / REGISTRATIONS).decode()

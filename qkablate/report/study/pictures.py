@@ -6,6 +6,7 @@ the picture and not the checksum.
 
 import re
 from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
 from typing import Any
 
 from qkablate.report.charts.base import Chart
@@ -23,38 +24,49 @@ _CLIP = re.compile(r"\bclip\d+\b")
 _MARK = "<!-- data sha256 {} -->\n"
 
 
-def draw_pictures(claims: list[StudiedClaim]) -> Iterator[tuple[str, Chart, str, str]]:
-    """Yield the pictures: name, chart, subject and setting."""
+@dataclass(frozen=True)
+class Picture:
+    """A chart of the study, with what it is about."""
+
+    name: str  # of its files, without theme and suffix
+    chart: Chart
+    subject: str
+    setting: str
+
+    @property
+    def hash(self) -> str:
+        """A checksum of everything that the picture shows."""
+        shown = [self.chart.title, self.chart.caption]
+        panels = [[panel.title, panel.spec] for panel in self.chart.panels]
+        return hash_json(_round([*shown, panels, self.subject, self.setting]))
+
+    def render(self) -> dict[str, bytes]:
+        """Return the picture in both themes, by the names of their files."""
+        light = _renumber(render_chart(self.chart, self.subject, "svg", self.setting).decode())
+        mark = _MARK.format(self.hash)
+        themes = {".svg": light, "-dark.svg": darken(light)}
+        return {self.name + end: f"{svg}\n{mark}".encode() for end, svg in themes.items()}
+
+
+def draw_pictures(claims: list[StudiedClaim]) -> Iterator[Picture]:
+    """Yield the pictures of several claims, then those of each."""
     if (chart := answers_chart(claims)) is not None:
-        yield ANSWERS, chart, "the claims of the study", ""
+        yield Picture(ANSWERS, chart, "the claims of the study", "")
     if (costs := costs_chart(claims)) is not None:
-        yield COSTS, costs[0], "the claims of the study", costs[1]
+        yield Picture(COSTS, costs[0], "the claims of the study", costs[1])
     for studied in claims:
         section = studied.section
         for make in (claim_chart, loss_chart, gap_curve_chart):
             chart = make(section)
             if chart is not None and chart.panels:
                 name = f"{studied.slug}-{chart.name}"
-                yield name, chart, section.title, format_setting(section)
-
-
-def render_picture(chart: Chart, subject: str, setting: str) -> dict[str, bytes]:
-    """Return a picture in both themes, by the end of its file's name."""
-    light = _renumber(render_chart(chart, subject, "svg", setting).decode())
-    mark = _MARK.format(hash_chart(chart, subject, setting))
-    return {".svg": f"{light}\n{mark}".encode(), "-dark.svg": f"{darken(light)}\n{mark}".encode()}
+                yield Picture(name, chart, section.title, format_setting(section))
 
 
 def _renumber(svg: str) -> str:
     """Return a picture with clip paths from 0: the renderer counts on from picture to picture."""
     numbers = {name: f"clip{i}" for i, name in enumerate(dict.fromkeys(_CLIP.findall(svg)))}
     return _CLIP.sub(lambda match: numbers[match[0]], svg)
-
-
-def hash_chart(chart: Chart, subject: str, setting: str) -> str:
-    """Return a checksum of everything that a picture shows."""
-    shown = [chart.title, chart.caption, [[p.title, p.spec] for p in chart.panels]]
-    return hash_json(_round([*shown, subject, setting]))
 
 
 def _round(value: Any) -> Any:

@@ -18,8 +18,6 @@ from qkablate.report.study.anchors import (
     format_anchors,
     load_anchors,
 )
-from qkablate.report.study.claims import read_claims
-from tests.report.study.test_page import STUDY
 
 
 @pytest.mark.parametrize("anchor", load_anchors(), ids=lambda anchor: anchor.source[:12])
@@ -55,12 +53,11 @@ def test_outcome_is_that_of_the_95_percent_interval_of_the_cost():
     assert find_outcome(judge(*costs, margin=0.05, unit=Unit.RATIO)) == "equal"
 
 
-def test_figures_of_the_study_are_those_of_its_runs():
-    claims = read_claims(STUDY)
-    page = format_anchors(claims, [])
+def test_figures_of_the_study_are_those_of_its_runs(studied):
+    page = format_anchors(studied, [])
     rows = [line for line in page.splitlines() if line.startswith("| ")][2:]
     assert len(rows) == len(load_anchors())
-    known = {studied.claim.name: studied for studied in claims}
+    known = {one.claim.name: one for one in studied}
     for anchor, row in zip(load_anchors(), rows, strict=True):
         if anchor.claim in known:
             part = find_part(known[anchor.claim], anchor)

@@ -1,7 +1,6 @@
 """Charts of several claims."""
 
 from dataclasses import replace
-from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -13,7 +12,6 @@ from qkablate.analysis.claims.verdict import Part
 from qkablate.analysis.comparison.decision import Verdict
 from qkablate.analysis.stats import Sample
 from qkablate.report.study.charts import answers_chart, costs_chart
-from qkablate.report.study.claims import read_claims
 
 
 def answer(*values, kind="worse", arm="no_q", against="standard", word="SUPPORTED"):
@@ -92,11 +90,6 @@ def test_claims_without_a_verdict_have_no_picture():
     claim = answer(0.02, 0.03, 0.04)
     claim.judgement.has_ended = False
     assert answers_chart([claim]) is None
-
-
-@pytest.fixture(scope="module")
-def studied():
-    return read_claims(Path(__file__).parents[3] / "docs" / "study")
 
 
 def test_costs_on_text_are_those_of_the_claims(studied):

@@ -1,7 +1,6 @@
 """Tests of the costs of variants."""
 
 import math
-from pathlib import Path
 from types import SimpleNamespace
 
 from qkablate.analysis.claims.claim import Comparison, PartSpec
@@ -9,25 +8,21 @@ from qkablate.analysis.claims.judgement import PartJudgement
 from qkablate.analysis.claims.samples import Median
 from qkablate.analysis.claims.verdict import Part
 from qkablate.analysis.comparison.decision import Verdict
-from qkablate.report.study.claims import StudiedClaim, read_claims
+from qkablate.report.study.claims import StudiedClaim
 from qkablate.report.study.costs import format_costs
 
-STUDY = Path(__file__).parents[3] / "docs" / "study"
 
-
-def test_parts_that_decide_a_claim_come_first():
-    ended = [studied for studied in read_claims(STUDY) if studied.deciding]
+def test_parts_that_decide_a_claim_come_first(studied):
+    ended = [one for one in studied if one.deciding]
     assert ended
-    for studied in ended:
-        decides = [part.word == studied.judgement.word for part in studied.deciding]
+    for one in ended:
+        decides = [part.word == one.judgement.word for part in one.deciding]
         assert decides == sorted(decides, reverse=True)
 
 
-def test_costs_are_those_of_the_variant_whatever_a_part_compares():
+def test_costs_are_those_of_the_variant_whatever_a_part_compares(studied):
     """A loss of standard less that of a variant, and an accuracy, change their sign."""
-    costs = {
-        studied.claim.name: "; ".join(format_costs(studied, 9)) for studied in read_claims(STUDY)
-    }
+    costs = {one.claim.name: "; ".join(format_costs(one, 9)) for one in studied}
     w_o = "no_o on translation at equal params: +0.008 [+0.004, +0.012] nats, margin 0.005"
     assert f"{w_o}, attention 0.032" in costs["encoder_translation"]
     assert (
@@ -49,11 +44,11 @@ def test_costs_are_those_of_the_variant_whatever_a_part_compares():
     assert costs["encoder_decoder"].endswith(" attention 0.737 (UNDERPOWERED)")
 
 
-def test_only_so_many_parts_are_shown():
-    (directed,) = (s for s in read_claims(STUDY) if s.claim.name == "directed")
+def test_only_so_many_parts_are_shown(studied):
+    (directed,) = (one for one in studied if one.claim.name == "directed")
     assert len(format_costs(directed, 4)) == 4
     assert format_costs(directed, 1) == [format_costs(directed, 4)[0], "3 more"]
-    (both,) = (s for s in read_claims(STUDY) if s.claim.name == "encoder_decoder")
+    (both,) = (one for one in studied if one.claim.name == "encoder_decoder")
     assert format_costs(both, 1)[1] == "1 more: UNDERPOWERED"
 
 

@@ -6,10 +6,9 @@ from pathlib import Path
 
 import pytest
 
-from qkablate.report.study.claims import read_claims
 from qkablate.report.study.costs import LEVEL
-from qkablate.report.study.page import PAGE, SNIPPET, make_page
-from qkablate.report.study.pictures import draw_pictures, hash_chart, read_hash
+from qkablate.report.study.page import PAGE, SNIPPET, find_histories, make_page
+from qkablate.report.study.pictures import draw_pictures, read_hash
 from tests.cli.helpers import assert_refused
 
 ROOT = Path(__file__).parents[3]
@@ -17,16 +16,22 @@ STUDY = ROOT / "docs" / "study"
 COST = "no_q: +0.049 [+0.047, +0.051] nats, margin 3, attention 0.001"
 
 
-def test_page_in_the_docs_is_that_of_the_published_runs():
+@pytest.fixture(scope="module")
+def pictures(studied):
+    return [*draw_pictures(studied)]
+
+
+def test_page_in_the_docs_is_that_of_the_published_runs(studied, pictures):
     """`qkablate report --study docs/study` writes it anew."""
-    for name, content in make_page(STUDY).items():
+    names = {picture.name for picture in pictures}
+    for name, content in make_page(studied, names, find_histories(STUDY)).items():
         assert (STUDY / name).read_bytes() == content, f"docs/study/{name} is not up to date"
 
 
-def test_pictures_in_the_docs_are_those_of_the_published_runs():
+def test_pictures_in_the_docs_are_those_of_the_published_runs(pictures):
     expected = {
-        f"{name}{end}": hash_chart(chart, subject, setting)
-        for name, chart, subject, setting in draw_pictures(read_claims(STUDY))
+        f"{picture.name}{end}": picture.hash
+        for picture in pictures
         for end in (".svg", "-dark.svg")
     }
     assert {path.name: read_hash(path.read_bytes()) for path in STUDY.glob("*.svg")} == expected
@@ -44,16 +49,16 @@ def test_answers_are_those_of_the_verdicts():
         assert f"| {answer} |" in row
 
 
-def test_figures_of_the_readme_are_those_of_the_claims():
+def test_figures_of_the_readme_are_those_of_the_claims(studied):
     """The findings above the table are written by hand."""
     readme = (ROOT / "README.md").read_text(encoding="utf-8").replace("−", "-")
     found = {
-        (studied.claim.name, judged.comparison.part): (
+        (one.claim.name, judged.comparison.part): (
             judged.part.sample.mean,
             *judged.part.sample.interval(LEVEL),
         )
-        for studied in read_claims(STUDY)
-        for judged in studied.deciding
+        for one in studied
+        for judged in one.deciding
     }
     for part in ("without_w_q", "without_w_k"):
         assert "{:+.3f} [{:+.3f}, {:+.3f}]".format(*found["w_q_necessary", part]) in readme
