@@ -8,7 +8,7 @@ PIP := PIP_CONSTRAINT=constraints.txt $(BIN)/python -m pip install $(if $(MAKE_T
 help: ## list the targets
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  make %-10s%s\n", $$1, $$2}'
 
-train: venv ## set up, then train merged_w on the embedded default
+train: venv ## set up, then train merged_w (no download)
 	$(BIN)/qkablate train variant=merged_w
 
 # Hundreds of processes would compile the package anew where the environment forbids bytecode files.

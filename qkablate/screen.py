@@ -12,8 +12,8 @@ _CODES = {"bold": "1", "dim": "2", "red": "31", "green": "32", "yellow": "33", "
 _WORDS = {
     "cyan": "equivalent|EQUIVALENT|not worse",
     "green": "better|done|holds|SUPPORTED",
-    "red": "worse|(?:arm |baseline )?diverged|failed|VIOLATED|REFUTED|surely beaten",
-    "yellow": "no difference (?:was )?found|no verdict|the experiment could not tell|too few pairs"
+    "red": "worse|(?:arm |baseline )?diverged|failed|VIOLATED|REFUTED|dominated",
+    "yellow": "no difference (?:was )?found|no verdict|insensitive|too few pairs"
     "|no pairs|interrupted|INSENSITIVE|MIXED|UNDERPOWERED|INCOMPLETE",
 }
 _PATTERN = re.compile("|".join(rf"(?P<{style}>\b(?:{words})\b)" for style, words in _WORDS.items()))

@@ -28,7 +28,7 @@ from torch import Tensor
 
 from qkablate.attention.kernels import matmul
 from qkablate.compose.register import register
-from qkablate.config import Config, conf_dir, load, variants
+from qkablate.config import Config, conf_dir, from_hydra, variants
 from qkablate.data.batches import sequential_batches
 from qkablate.data.corpus import Corpus
 from qkablate.errors import UserError, nearest_hint
@@ -166,7 +166,7 @@ def configure(shape: Shape, variant: str, steps: int, folder: Path, *more: str) 
     words = [f"model.{key}={getattr(shape, key)}" for key in ("layers", "d_model", "heads")]
     words += [f"model.context={shape.context}", f"train.batch_size={shape.batch_size}"]
     words += [f"variant={variant}", f"train.steps={steps}", "tracking.wandb=disabled", *more]
-    config = load(compose("train", words))
+    config = from_hydra(compose("train", words))
     config.out, config.data.cache = str(folder), str(folder / "data")
     config.data.val_tokens = 4 * EVAL_BATCH + 1  # fills whole batches
     return config
@@ -189,7 +189,7 @@ def make_candidates(module: Any, shape: Shape, args: argparse.Namespace, folder:
     for variant, precision, compiled in product(args.variants, precisions, compile_modes):
         words = (f"precision={precision}", f"compile={compiled}")
         candidates.append(Qkablate(plan_run(configure(shape, variant, steps, folder, *words))))
-    ours = candidates[2].trainer.train_step.feed.take(0)[0]
+    ours = candidates[2].trainer.train_step.prefetcher.take(0)[0]
     pairs = zip(candidates[0].batch, (ours.tokens_NT, ours.targets_NA), strict=True)
     assert all(torch.equal(theirs.cpu(), mine.cpu()) for theirs, mine in pairs)
     return candidates

@@ -27,12 +27,12 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from qkablate.compose.register import register
-from qkablate.config import Config, conf_dir, load
+from qkablate.config import Config, conf_dir, from_hydra
 from qkablate.data.batches import IGNORE, PAD
 from qkablate.errors import UserError, not_one_of
 from qkablate.training import hardware
-from qkablate.training.feed import Feed, batch_reader
 from qkablate.training.optim import learning_rate
+from qkablate.training.prefetcher import Prefetcher, batch_reader
 from qkablate.training.resolve import RunPlan, plan_run
 
 EXAMPLE = """examples
@@ -99,14 +99,14 @@ class TorchTransformer:
             self.model.parameters(), config.optim.lr, (first, second), fused=True
         )
         self.forward = torch.compile(self.model) if compiled else self.model
-        self.feed = Feed(batch_reader(config, plan.data), config.device)
+        self.prefetcher = Prefetcher(batch_reader(config, plan.data), config.device)
 
     def step(self, step: int) -> None:
         for group in self.optimizer.param_groups:
             group["lr"] = learning_rate(self.config.optim, step, int(self.config.train.steps))
-        (batch,) = self.feed.take(step)
+        (batch,) = self.prefetcher.take(step)
         self.forward(*batch.inputs, batch.targets_NA).backward()
-        self.feed.fetch_ahead(step + 1)
+        self.prefetcher.prefetch(step + 1)
         nn.utils.clip_grad_norm_(self.model.parameters(), self.config.optim.clip)
         self.optimizer.step()
         self.optimizer.zero_grad(set_to_none=True)
@@ -119,7 +119,7 @@ def configure(shape: Shape, variant: str, steps: int, folder: Path, precision: s
     words += [f"model.context={shape.context}", f"train.batch_size={shape.batch_size}"]
     words += [f"variant={variant}", f"train.steps={steps}", f"out={folder}"]
     words.append(f"precision={precision}")
-    return load(compose("train", [*words, "tracking.wandb=disabled"]))
+    return from_hydra(compose("train", [*words, "tracking.wandb=disabled"]))
 
 
 def run(label: str, args: argparse.Namespace, folder: Path) -> None:

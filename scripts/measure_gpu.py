@@ -36,7 +36,7 @@ ROOT = Path(__file__).parent.parent
 VOCABULARY = 256
 WARM_UP = 5  # the fourth step of a program is captured
 TESTS = (
-    *("tests/training/test_gpu.py", "tests/training/test_feed.py"),
+    *("tests/training/test_gpu.py", "tests/training/test_prefetcher.py"),
     "tests/attention/kernels/test_gpu.py",
 )
 EXAMPLE = """examples

@@ -42,8 +42,8 @@ _MOST_DIGITS = 17
 class Evaluation:
     """Losses of a run on a split, with standard errors over documents.
 
-    The document of a task is a sequence; of pairs it is a file, or the pair itself where no files
-    are known. Of a single document there is no error.
+    A document is a text, a sequence of a task or, for pairs, a file (the pair itself where files
+    are unknown). With a single document the standard errors are None.
     """
 
     run: str
@@ -54,8 +54,8 @@ class Evaluation:
     documents: int
     loss: float  # in nats per answer
     loss_se: float | None
-    perplexity: float | None  # None where it is no number
-    bits_per_byte: float | None  # None where the bytes are not known, and of tasks and pairs
+    perplexity: float | None  # None if it overflows
+    bits_per_byte: float | None  # None where the bytes are not known, and for tasks and pairs
     accuracy: float
     accuracy_se: float | None
     exact: float | None  # of sequences, as a whole; None for texts
@@ -81,8 +81,8 @@ class EvaluationGap:
 def evaluate(run: "str | Path | Record", *, split: str = "val", **keys: Any) -> Evaluation:
     """Evaluate a trained run without training, as `qkablate eval` does.
 
-    The run is a name, a folder, or what `train` and `load_runs` return. Without keys of data, on
-    the run's own data, and on as much of it as in training.
+    The run is a name, a folder, or what `train` and `load_runs` return. Without keys of data, the
+    run's own data is used, and as much of it as in training.
 
     >>> evaluate("merged_w", data="wikitext2").loss
     """

@@ -151,5 +151,5 @@ def _read_records(runs: Study | Record | Iterable[Record]) -> Iterable[Record]:
         raise UserError(f"runs: '{runs}' is a name; load_sweep({runs!r}) reads that sweep")
     records = [*runs]
     if not all(isinstance(record, Record) for record in records):
-        raise UserError(f"runs: {runs!r} are no runs; load_runs and load_sweep read them from disk")
+        raise UserError(f"runs: {runs!r} is not a list of records; pass what load_runs returns")
     return records

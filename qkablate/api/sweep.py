@@ -42,7 +42,7 @@ def sweep(*unnamed: Never, retry_failed: bool = False, **keys: Any) -> "Study":
 
     A list, a tuple or a range gives several values of a key: an axis of the grid. Runs that are
     done are not repeated, so the same call resumes a sweep that was stopped. A run that fails or
-    diverges raises nothing: `study.is_complete` and the records tell.
+    diverges raises no exception: check `study.is_complete` and the `status` of each record.
 
     >>> study = sweep(variant=["standard", "no_q"], seed=range(5), **{"train.steps": 300})
     """

@@ -22,8 +22,8 @@ def train(*unnamed: Never, rerun: bool = False, extend: bool = False, **keys: An
 
     A run with the same values is the same run: the second call returns the result of the first, and
     a call that was interrupted goes on from the last checkpoint. `rerun` trains again; `extend`
-    goes on from the stable phase of a shorter wsd run. A run that fails or diverges raises nothing:
-    `record.status` and `record.reason` tell.
+    goes on from the stable phase of a shorter wsd run. A run that fails or diverges raises no
+    exception: check `record.status` and `record.reason`.
 
     >>> run = train(variant="merged_w", seed=1, **{"train.steps": 300})
     """

@@ -11,7 +11,7 @@ class Cache:
         self.tensors: dict[str, Tensor] = {}
 
     def append(self, name: str, new: Tensor) -> Tensor:
-        """Return all of `name` so far, new included; positions are the last but one axis."""
+        """Return all of `name` so far, new included; positions are dimension -2."""
         if name not in self.tensors:
             self.tensors[name] = new.new_empty(*new.shape[:-2], self.capacity, new.shape[-1])
         end = self.length + new.shape[-2]

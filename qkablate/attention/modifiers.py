@@ -117,7 +117,7 @@ class PositionTable(nn.Module):
     """Numbers that depend on positions alone, up to a context: computed once, in fp64.
 
     They are a buffer of the type of the weights that is in no checkpoint. Wherever the module is
-    moved, also from a device without values, they are computed anew.
+    moved, also from the meta device, they are computed anew.
     """
 
     def __init__(self, shape: tuple[int, ...]) -> None:

@@ -58,7 +58,7 @@ class Spec:
 
     @property
     def key_std(self) -> float:
-        """The same of y W, for the stream y of the keys and values."""
+        """Standard deviation of the initial entries of y W, for the stream y of the keys."""
         return (self.source_sigma or self.sigma) * math.sqrt(self.d_keys)
 
     @property
@@ -201,12 +201,12 @@ class Circuit(nn.Module):
         return sum(2 * p.numel() for p in self.parameters() if p.dim() == 2)
 
     def flops_per_key(self) -> int:
-        """Return those of a token that is only a key: of the matrices w_c, w_k, a_k, w_v, a_v."""
+        """Return the FLOPs of a token that is only a key: of w_c, w_k, a_k, w_v and a_v."""
         matrices = ((name, p) for name, p in self.named_parameters() if p.dim() == 2)
         return sum(2 * p.numel() for name, p in matrices if name.endswith(("_c", "_k", "_v")))
 
     def flops_per_query(self) -> int:
-        """Return those of a token that is only a query."""
+        """Return the FLOPs of a token that is only a query."""
         return self.flops_per_token() - self.flops_per_key()
 
     def flops_per_pass(self) -> int:

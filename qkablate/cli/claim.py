@@ -88,8 +88,8 @@ PARSER.option(
 PARSER.option(
     "--from",
     "FOLDER",
-    "the published runs in this folder count as done; also on another type of CPU, where the"
-    " others are trained with the same matmul and precision",
+    "reuse the published runs in this folder; missing ones are trained with the same matmul"
+    " and precision, also on another type of CPU",
 )
 PARSER.option("--retry", "failed", "train failed runs again, too", one_of(["failed"]))
 PARSER.switch("--json", "with list and show: print JSON")

@@ -113,7 +113,7 @@ def _list(words: list[str], args: Namespace) -> None:
         return
     order = sorted(kinds, key=lambda kind: kind["source"] not in PREPARED_SOURCES)
     table = [[kind[key] for key in ("data", "tokenizer", "summary")] for kind in order]
-    print_table(["data=", "tokens", "summary"], table, 3, ("summary",))
+    print_table(["data=", "tokenizer", "summary"], table, 3, ("summary",))
     print(f"\nPrepared in {cache}" if prepared else f"\nNothing is prepared in {cache} yet.")
     if prepared:
         columns = ["folder", "text", "tokenizer", "train tokens", "val", "test", "size"]

@@ -36,14 +36,14 @@ in training: the loss is that of the run's last evaluation. With data=NAME, on
 all of the validation split of any data that the run can read. Text is encoded
 by the run's own tokenizer.
 
-  loss        mean in nats per token; of pairs per token of the target, of a
-              task per answer, of masked text per mask
-  SE          standard error over documents: how far the loss would move with
-              others. The document of a task is a sequence; of pairs it is a
-              file, or the pair where no files are known
-  perplexity  e to the loss
-  bits/byte   the loss per byte of text, which tokenizers share
-  accuracy    share of the tokens that are the most likely ones
+  loss        mean in nats per token; for pairs per target token, for tasks per
+              answer, for masked text per mask
+  SE          standard error over documents: how much the loss would vary with
+              other documents. A document is a text, a sequence of a task or,
+              for pairs, a file (the pair itself where files are unknown)
+  perplexity  exp(loss)
+  bits/byte   the loss per byte of text, comparable between tokenizers
+  accuracy    share of tokens whose top prediction is right
   exact       share of the sequences that are right as a whole
 
 Of several runs on the same documents, the gaps to the last one are printed,

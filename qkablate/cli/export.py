@@ -6,20 +6,20 @@ from qkablate.cli.arguments import CIRCUIT_KEYS, Parser, restore_run, run_and_ke
 from qkablate.errors import UserError, not_one_of, sanitize
 from qkablate.table import format_short, print_json
 
-HELP = """qkablate export: the weights of a run for transformers.
+HELP = """qkablate export: the weights of a run for Hugging Face Transformers.
 
 Usage: qkablate export RUN FOLDER [to=hf] [key=value …] [--json]
 
 RUN is a run's folder, or the beginning of its name or id; its newest checkpoint
-is used. FOLDER gets config.json and model.safetensors, which transformers loads
-as GPT-2 or, of a model with RoPE, RMSNorm and SwiGLU, as Llama, with equal
+is used. FOLDER gets config.json and model.safetensors, which Transformers loads
+as GPT-2 or, for a model with RoPE, RMSNorm and SwiGLU, as Llama, with equal
 logits. It must be new or empty.
 
-Every variant is written whose layers are standard ones in other words: no_q,
-shared_qk, tied_kv, gqa and others. Of a merged matrix the rank must be d_head
-or less, as with one head. One that is not is refused, with the reason; so are
-models with other parts. The largest difference of the logits of random tokens,
-in fp64, is printed.
+A variant can be exported if its layers can be rewritten as standard attention:
+no_q, shared_qk, tied_kv, gqa and others; merged matrices only if their rank is
+at most d_head, as with one head. Other variants, and models with components
+that GPT-2 and Llama lack, are rejected with the reason. The largest difference
+of the logits of random tokens, in fp64, is printed.
 
 Keys
   to=hf              the format (the only one)

@@ -31,7 +31,7 @@ HELP = """qkablate inspect: measures of the circuits and the attention of a trai
 
 Usage: qkablate inspect RUN [key=value …] [--layer N] [--head N]
                             [--text TEXT [--target TEXT]] [-o FILE] [--json]
-       qkablate inspect RUN --forms [--layer N] [--json] [key=value …]
+       qkablate inspect RUN --variants [--layer N] [--json] [key=value …]
 
 RUN is a run's folder, or the beginning of its name or id in outputs/runs. Its
 newest checkpoint is used; the run may still be training. Two tables describe
@@ -40,9 +40,9 @@ describes the attention at the beginning of the validation split: of the run's
 own data, if that is prepared on this machine, or of data=NAME. Training logs
 the same numbers (diagnostics.every).
 
-With --forms: how much of the run's circuits each form of the catalogue can hold
-at this size, without any training; minutes for a model of 100 M parameters.
-What is measured of an imported run is kept in its folder, for its report.
+With --variants: how well each variant of the catalogue can represent the run's
+circuits at this size, without training (minutes for 100 M parameters). What is
+measured of an imported run is kept in its folder, for its report.
 
 Flags
 {flags}
@@ -87,16 +87,18 @@ Measures of the attention
                   precision of training
   rounding_fp64   the same in fp64
 
-Columns of --forms
+Columns of --variants
   params          parameters of all attention layers, relative to the run's
-  scores          error of the scores in the closest form, up to what softmax is
-                  invariant to: root mean square on what the layers see,
-                  relative to the scores themselves; 1: nothing is held
-  output          the same of what the heads write; both over all layers
-  worst layer     the largest of these errors, and its layer
-  logits          of forms that are exact (errors below 1e-6): the largest
-                  difference of the logits after the conversion, relative to the
-                  largest logit
+  scores          error of the scores in the closest circuits of the variant, up
+                  to what softmax is invariant to: root mean square on what the
+                  layers see, relative to the scores themselves; 1: nothing is
+                  represented
+  output          the same for what the heads write; both over all layers
+  worst scores    the largest error of the scores of a layer, and the layer
+  worst output    the same for the output
+  logits          for exact variants (errors below 1e-6): the largest difference
+                  of the logits after the conversion, relative to the largest
+                  logit
 With --layer: the errors of the layer and of each of its heads, H0, H1, …
 
 Examples
@@ -105,7 +107,7 @@ Examples
   qkablate inspect merged_w --layer 0 --head 2 --text 'def main(self):'
   qkablate inspect merged_w --text 'def main(self):' -o heads.svg
   qkablate inspect merged_w-d128-h4-s0-0123456789ab --json > merged_w.json
-  qkablate inspect gpt2 data=text data.path=book.txt --forms
+  qkablate inspect gpt2 data=text data.path=book.txt --variants
   qkablate inspect no_q_cross --text 's3 s1 s4' --target 's4 s1 s3' -o pair.svg
 """
 KEYS = ("step", "out", *DATA_WORDS, *CIRCUIT_KEYS)
@@ -122,13 +124,11 @@ PARSER.option(
     "the attention between its tokens: with --layer and --head the three most attended tokens"
     " of each, with --json the weights of all layers and heads",
 )
-PARSER.option(
-    "--target", "TEXT", "of a run that translates: the target, whose source is the --text"
-)
+PARSER.option("--target", "TEXT", "for runs that translate: the target of the source --text")
 PARSER.option(
     "-o", "FILE", "with --text: draw the attention of all heads or of one; FILE.svg or FILE.png"
 )
-PARSER.switch("--forms", "how much of the run each form of the catalogue can hold")
+PARSER.switch("--variants", "how well each variant of the catalogue can represent the run")
 PARSER.switch("--json", "print all measures of all layers and heads")
 
 
@@ -196,7 +196,7 @@ def main(argv: list[str]) -> int:
     if forms is not None:
         from qkablate.report.text.forms import print_forms
 
-        print(f"What the forms of the catalogue hold, on {_format_tokens(rows, length, source)}\n")
+        print(f"Approximation errors of the variants, on {_format_tokens(rows, length, source)}\n")
         print_forms(forms, args.layer)
         print_next_commands(*propose_after_forms(args, restored))
         return 0
@@ -237,7 +237,7 @@ def _parse_args(argv: list[str]) -> Namespace:
         others = {"--head": args.head, "--text": args.text, "-o": args.o}
         if given := [flag for flag, value in others.items() if value is not None]:
             raise UserError(
-                f"--forms shows all heads of all layers or of one; leave out {given[0]}"
+                f"--variants shows all heads of all layers or of one; leave out {given[0]}"
             )
     if args.json and has_any:
         raise UserError("--json prints all layers and heads; leave out --layer and --head")

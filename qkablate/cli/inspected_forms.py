@@ -75,7 +75,7 @@ def map_attention(model: Model, tokens_T: Tensor, data: Data) -> dict[str, Any] 
 
 
 def propose_after_forms(args: Namespace, restored: RestoredRun) -> list[list[str]]:
-    """Return commands: the loss of each form, at once and fine-tuned, and a report."""
+    """Return commands: the loss of each variant, before and after fine-tuning, and a report."""
     words, sites = [args.run, *out_words(args.out)], restored.config.variant.sites
     measured = ["variant=all", *([] if sites == "all" else [f"variant.sites={sites}"])]
     command = ["project", *words, *measured, "--table"]

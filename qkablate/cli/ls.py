@@ -24,7 +24,7 @@ from qkablate.errors import UserError, nearest_hint, sanitize
 from qkablate.report.text.table import format_known
 from qkablate.runs.lease import LeaseObserver
 from qkablate.runs.listing import (
-    RunSummary,
+    RunListing,
     find_run_folders,
     format_age,
     last_written,
@@ -118,7 +118,7 @@ def main(argv: list[str]) -> int:
     return 0
 
 
-def _print_nothing(words: list[str], runs: list[RunSummary], out: str) -> None:
+def _print_nothing(words: list[str], runs: list[RunListing], out: str) -> None:
     """Print that nothing fits the words; with the nearest name or value, those of `runs`."""
     names = {kind: known_names(kind, out) for kind in ("run", "sweep")}
     text = f"'{out}' has {' and '.join(format_count(len(n), kind) for kind, n in names.items())}"
@@ -172,7 +172,7 @@ def _fits(values: Mapping[str, Any], wanted: Mapping[str, list[Any]]) -> bool:
     return all(values.get(key) in allowed for key, allowed in wanted.items())
 
 
-def _sort_key(run: RunSummary, sort: str) -> tuple[Any, ...]:
+def _sort_key(run: RunListing, sort: str) -> tuple[Any, ...]:
     if sort == "age":
         return (-run.written, run.name)
     if sort == "name":
@@ -218,14 +218,14 @@ def _read_sweeps(out: str, wanted: Mapping[str, list[Any]]) -> list[dict[str, An
     return sorted(rows, key=lambda row: (-row["written"], row["name"]))
 
 
-def _to_json(run: RunSummary) -> dict[str, Any]:
+def _to_json(run: RunListing) -> dict[str, Any]:
     row: dict[str, Any] = {"name": run.name, "folder": str(run.folder), "status": run.status}
     row |= {"val_loss": run.val, "test_loss": run.test, "written": run.written}
     return row | {"config": dict(run.settings)}
 
 
 def _print(
-    runs: list[RunSummary], total: int, sweeps: list[dict[str, Any]], limit: int | None, out: str
+    runs: list[RunListing], total: int, sweeps: list[dict[str, Any]], limit: int | None, out: str
 ) -> None:
     now = time.time()
     if sweeps:
@@ -266,18 +266,18 @@ def _print_rest(count: int) -> None:
         print(f"and {count:,} more (--all)")
 
 
-def _data(run: RunSummary) -> str:
+def _data(run: RunListing) -> str:
     objective = run.get("data.objective")
     return _cell(run, "data.source") + ("" if objective in (None, "causal") else f", {objective}")
 
 
-def _cell(run: RunSummary, key: str) -> str:
+def _cell(run: RunListing, key: str) -> str:
     value = run.get(key)
     return "–" if value is None else f"{value:.3g}" if isinstance(value, float) else str(value)[:12]
 
 
 def _next_commands(
-    runs: list[RunSummary], sweeps: list[dict[str, Any]], out: str
+    runs: list[RunListing], sweeps: list[dict[str, Any]], out: str
 ) -> list[list[str]]:
     """Return what may follow: the results of the newest sweep, and two runs side by side."""
     commands = []
@@ -297,11 +297,11 @@ def _next_commands(
     return [[*words, *out_words(out)] for words in commands]
 
 
-def _find_pair(runs: list[RunSummary]) -> tuple[RunSummary, RunSummary] | None:
+def _find_pair(runs: list[RunListing]) -> tuple[RunListing, RunListing] | None:
     """Return the newest run that has a baseline among the runs, and that baseline."""
     ignored = {*keys_with(Role.VARIANT | Role.LOCAL), "variant.lr", "out"}
 
-    def shared(run: RunSummary) -> str:
+    def shared(run: RunListing) -> str:
         return str([item for item in run.settings.items() if item[0] not in ignored])
 
     standard = [run for run in runs if run.get("variant.name") == "standard"]

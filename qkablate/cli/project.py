@@ -33,13 +33,13 @@ Usage: qkablate project RUN [RUN …] variant=NAME [finetune.steps=200]
 
 RUN is a run's folder, or the beginning of its name or id. All weights outside
 the two circuits are copied; the circuits of each layer are set to the closest
-ones that the variant can represent, with the heads assigned so that the loss is
+ones that the variant can represent, with the heads assigned so that the error is
 smallest. Then two runs are trained, each in its own folder: the projected
 model, and the trained model as it is, for the same number of steps, with the
 same settings and the batches that follow those of RUN. The variant's own run
 from scratch is used if it exists. So a gap is split:
 
-  at once       projected − trained
+  before        projected − trained, before fine-tuning
   finetuned     the same after fine-tuning: an upper bound of what the variant
                 cannot represent
   from scratch  the variant's run − RUN
@@ -56,8 +56,9 @@ gap then has its mean and its interval.
 Several variants, or all, are a sweep of short runs: `status`, `results` and
 `report` read it, it trains on any engine, and the table has a row for each
 variant: its parameters, the errors of the projection (relative, root mean
-square over layers), the validation loss at once and after fine-tuning, and the
-gap in test loss to the trained model, which is trained on for as many steps.
+square over layers), the validation loss before and after fine-tuning, and the
+gap in test loss to the trained model, which is trained further for as many
+steps.
 Variants that RUN cannot be projected to are named with the reason.
 
 RUN's data is looked up in your own cache, by its fingerprint. Paths in RUN's
@@ -207,7 +208,7 @@ def _describe(decompositions: list["Decomposition"], overrides: list[str]) -> di
                 **description,
                 "layers": [
                     {"layer": layer, **dataclasses.asdict(loss), "heads": list(loss.heads)}
-                    for layer, loss in decomposition.projection_losses()
+                    for layer, loss in decomposition.projection_errors()
                 ],
                 **vars(gaps[-1]),
             }

@@ -38,7 +38,7 @@ Usage: qkablate reproduce CLAIM|all [--seeds N] [--retry failed] [--from FOLDER]
 Trains the claim's runs on this machine, with seeds that no published run has
 (they follow from the claim's hash), tunes the learning rates anew, and says of
 each part whether the two estimates agree: whether the 95 % interval of their
-difference (adjusted for the number of parts) holds zero. A part whose
+difference (adjusted for the number of parts) contains zero. A part whose
 difference is not known does not agree. The same command resumes.
 
 With --check, a few of the published runs themselves are trained again, chosen
@@ -54,9 +54,9 @@ Examples
   qkablate reproduce all --check 1
 
 Keys are those that change no number: out, workers, threads, data.cache,
-tracking.wandb; with --check those of the data alone. Of a claim about a file,
-no file of this machine is read but the one that you give: data.path=FILE (or
-data.files, data.name, as the claim has it).
+tracking.wandb; with --check those of the data alone. For a claim about a file,
+only the file that you name is read: data.path=FILE (or data.files, data.name,
+whichever the claim uses).
 
 Flags
 {flags}

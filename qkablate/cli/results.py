@@ -64,7 +64,7 @@ that of one gap alone. `detectable` is the smallest gap that these seeds detect
 with 80 % power. The BCa bootstrap and the exact sign-flip test are shown for
 comparison. `SE over documents` is the gap's standard error over the documents
 of the test split (of pairs and tags: files, or pairs), which the interval over
-seeds leaves out. The audit lists what else than the arm may explain the gap.
+seeds leaves out. The audit lists everything besides the arm that may explain the gap.
 The function distance measures how much the predictions of arm and baseline
 differ, next to the distance between two seeds and the distance that rounding
 alone causes (variant=standard_reassociated).
@@ -85,7 +85,7 @@ PARSER.option(
     " detected does not show equality",
     margin,
 )
-PARSER.switch("--all", "show the tables of all details, in place of that of the verdicts")
+PARSER.switch("--all", "show all tables instead of the verdicts alone")
 PARSER.switch("--scaling", "show the scaling laws, and what each arm is worth by them")
 PARSER.option("--format", "|".join(FORMATS), "output format", one_of(FORMATS))
 PARSER.switch("--json", "the same as --format json")
@@ -191,8 +191,8 @@ def _print_scaling(section: "Section") -> None:
 
     if not section.summary.scaling:
         raise UserError(
-            f"{section.study.name} has no arm beside a baseline at several sizes and lengths of"
-            " training: qkablate sweep sweep=scaling trains such a grid"
+            f"{section.study.name} has no arm that was trained, with its baseline, at several sizes"
+            " and lengths of training: qkablate sweep sweep=scaling trains such a grid"
         )
     print_tables(make_scaling_tables(section.summary.scaling, section.summary.gaps))
 

@@ -97,8 +97,8 @@ PARSER = Parser(HELP, ("run",), [f"{key}=" for key in KEYS])
 _BEAM_HELP = "translate by beam search with N hypotheses (default 1: greedy)"
 _SPLIT_HELP = "translate or answer all of val or test; the scores go to stderr"
 _SHOW_HELP = (
-    "with --split: print N examples with what is right (default: all translations, a line each;"
-    " of an encoder 5 examples)"
+    "with --split: print N examples with the right answers (default: all translations, one per"
+    " line; for an encoder, 5 examples)"
 )
 PARSER.option("--split", "SPLIT", _SPLIT_HELP, one_of(HELD_OUT_SPLITS))
 PARSER.option("--show", "N", _SHOW_HELP, whole_number(1, 1000))

@@ -10,7 +10,7 @@ from typing import Any
 from qkablate.cli.arguments import Parser, out_words
 from qkablate.cli.hydra.app import run_hydra
 from qkablate.compose.configs import build_jobs, compose_jobs
-from qkablate.config import Config, Role, flatten, keys_with, load, variants
+from qkablate.config import Config, Role, flatten, from_hydra, keys_with, variants
 from qkablate.errors import UserError, print_stderr
 from qkablate.report.text.table import format_known
 from qkablate.runs.lease import AlreadyRunning, LeaseLost
@@ -130,7 +130,7 @@ def _train(
     from hydra.core.hydra_config import HydraConfig
 
     extend = "--extend" in flags
-    config = ranks.resolve(load(composed, resolved=not extend))
+    config = ranks.resolve(from_hydra(composed, resolved=not extend))
     if ranks.is_first:
         _note_other_variant(config, HydraConfig.get().overrides.task)
     from qkablate.data.corpus import check_available

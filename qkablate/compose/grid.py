@@ -53,7 +53,7 @@ def read_request(words: list[str], grid: GridConfig | None = None) -> SweepReque
         key, values = _parse(word)
         if word.startswith("+") and key not in KEYS and not is_group(key) and "." not in key:
             raise UserError(
-                f"'{word}': a sweep takes no group beside those of qkablate; write its keys under"
+                f"'{word}': a sweep accepts only qkablate's config groups; write the keys under"
                 " `fixed:` in DIR/sweep/NAME.yaml, or use `qkablate train -m`"
             )
         if len(values) > 1 and (_is_own(key) or has_role(key, Role.ONE_PER_SWEEP)):
@@ -146,10 +146,12 @@ def _read_control(name: str, words: list[str]) -> tuple[str, ControlConfig]:
         return name, _compose_settings(words).control
     match, hyphen, adjust = name.partition("-")
     if hyphen and match == "none":
-        raise UserError(f"control={name}: no size pays where nothing is held equal; control=none")
+        raise UserError(
+            f"control={name}: nothing is held equal, so no size is adjusted; write none"
+        )
     if hyphen:
         if any(word.startswith("control.adjust=") for word in words):
-            raise UserError(f"control={name} names the size that pays; leave control.adjust out")
+            raise UserError(f"control={name} names the size to adjust; leave control.adjust out")
         words = [*words, f"control.adjust={adjust}"]
     control = _compose_settings([f"control={match}", *words]).control
     return control_name(control.match, control.adjust), control

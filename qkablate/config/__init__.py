@@ -82,11 +82,11 @@ __all__ = [
     "config_names",
     "explain",
     "flatten",
+    "from_hydra",
     "from_plain",
     "has_role",
     "is_key",
     "keys_with",
-    "load",
     "names_of",
     "no_such_key",
     "read_limit",
@@ -98,7 +98,7 @@ __all__ = [
 ]
 
 
-def load(composed: Any, *, resolved: bool = True) -> Config:
+def from_hydra(composed: Any, *, resolved: bool = True) -> Config:
     """Return the checked config that Hydra composed; with `auto` where it is not `resolved`."""
     from omegaconf.errors import OmegaConfBaseException
 

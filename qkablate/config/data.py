@@ -55,7 +55,7 @@ class DataConfig:
     )
     max_length: int | None = data_key(
         None,
-        "tokens of a source, or of a target with its end; pairs with more are left out",
+        "maximum tokens of a source, or of a target with its end token; longer pairs are left out",
         bounds=(2, 2**16),
         used_by=PAIR_SOURCES,
     )
@@ -103,20 +103,20 @@ class DataConfig:
         None, "digits of the numbers to add, at most", bounds=(1, 2**16), used_by=("add",)
     )
     extra_digits: int | None = data_key(
-        None, "digits that numbers of the test split have beyond", bounds=(0, 64), used_by=("add",)
+        None, "additional digits of numbers in the test split", bounds=(0, 64), used_by=("add",)
     )
     phrases: int | None = data_key(
         None, "phrases of a command, at most", bounds=(1, 2**10), used_by=("commands",)
     )
     held_out: int | None = data_key(
         None,
-        "combinations of verb and manner that only the test split has",
+        "number of verb–manner combinations held out for the test split",
         bounds=(0, 12),
         used_by=("commands",),
     )
     extra_phrases: int | None = data_key(
         None,
-        "phrases that commands of the test split have beyond; null: 0",
+        "additional phrases of commands in the test split; null: 0",
         bounds=(0, 64),
         used_by=("commands",),
     )

@@ -39,7 +39,8 @@ class VariantConfig:
     )
     groups: int | str | None = variant_key(
         "auto",
-        "groups of heads that share keys and values; auto: the most below heads",
+        "number of groups of heads that share keys and values; auto: the largest proper divisor of"
+        " model.heads",
         bounds=(1, 2**20),
     )
     rope_dims: int | None = variant_key(
@@ -56,8 +57,8 @@ class VariantConfig:
     )
     lr: int | float | str = training_key(
         "between",
-        "rate of the changed circuit, or of queries and keys, / optim.lr; matched: moves as fast as"
-        " standard's; same: 1; between: their geometric mean",
+        "learning-rate multiplier of the changed circuit (of QK if none is changed); matched: the"
+        " circuit moves as fast as standard's; same: 1; between: their geometric mean",
         bounds=(1e-6, 1e6),
         choices=("between", "matched", "same"),
     )
@@ -79,7 +80,7 @@ class ModelConfig:
 
     form: str = parameter_key(
         "decoder",
-        "decoder (GPT), encoder (every token sees all), encoder_decoder (a translator):",
+        "GPT, bidirectional encoder, or translator:",
         choices=("decoder", "encoder", "encoder_decoder"),
     )
     encoder_layers: int | None = parameter_key(
@@ -108,7 +109,7 @@ class ModelConfig:
     )
     mlp: str = parameter_key(
         "gelu",
-        "gelu, gelu_tanh (GPT-2's), relu2 (ReLU²), swiglu (gated, as many parameters):",
+        "activation; gelu_tanh is GPT-2's, relu2 is ReLU², swiglu is gated at equal parameters:",
         choices=("gelu", "gelu_tanh", "relu2", "swiglu"),
     )
     dropout: float = parameter_key(0.0, "dropout probability", bounds=(0, 0.99))
@@ -154,8 +155,8 @@ class AttentionConfig:
 
     kernel: str = key(
         "auto",
-        "math, flash, folded, blocked, on CUDA also cudnn, efficient, wide; auto: the cheapest"
-        " exact one; portable: of those on every GPU",
+        "math, flash, folded, blocked, on CUDA also cudnn, efficient, wide; auto: the fastest"
+        " exact one; portable: the fastest that every GPU supports",
         Role.CONTENT | Role.PAIR_FREE | Role.FINETUNE,
         choices=(
             *("auto", "portable", "math", "flash", "cudnn", "efficient"),
@@ -178,27 +179,28 @@ class TrainConfig:
     grad_accum: int = training_key(1, "forward passes per step", bounds=(1, 2**20))
     eval_every: int | str = key(
         "auto",
-        "steps between evaluations of the validation split; auto: equal parts of 250 or more",
+        "steps between evaluations of the validation split; auto: equal intervals of at least"
+        " 250 steps",
         TRAINING | Role.PAIR_FREE,
         bounds=(1, BIG),
     )
     eval_tokens: int | str = training_key(
         "auto",
-        "tokens that an evaluation reads of the validation split; auto: all, or fewer (512 at"
-        " least), so that these evaluations take a twentieth of the training; all",
+        "validation tokens per evaluation; all: the whole split; auto: as many (at least 512) as"
+        " keep these evaluations within 5 % of the training",
         bounds=(1, BIG),
         choices=("auto", "all"),
     )
     test_tokens: int | str = training_key(
         "auto",
-        "first tokens of the test split that are read; auto: all, or with eval_tokens=auto fewer"
-        " (1024 at least), so that evaluation, predictions and diagnostics take a tenth of the"
-        " training; all",
+        "test tokens to evaluate, from the beginning of the split; all: the whole split; auto:"
+        " all, or with eval_tokens=auto as many (at least 1024) as keep evaluation, predictions"
+        " and diagnostics within 10 % of the training",
         bounds=(1, BIG),
         choices=("auto", "all"),
     )
     checkpoint_every: int = key(
-        250, "steps between checkpoints; a kill -9 costs no more", LOCAL, bounds=(1, BIG)
+        250, "steps between checkpoints; kill -9 loses at most that many", LOCAL, bounds=(1, BIG)
     )
     vmap: int | str = key(
         1,
@@ -269,7 +271,7 @@ class InitFromConfig:
         None, "sha256 of its weights; null: those of its newest checkpoint", Role.IDENTITY
     )
     step: int | None = parameter_key(
-        None, "steps behind it, after which the order of the batches continues", bounds=(0, BIG)
+        None, "steps it was trained for; the batch order continues after them", bounds=(0, BIG)
     )
 
 
@@ -304,7 +306,7 @@ class TrackingConfig:
     entity: str | None = logging_key(None, "W&B entity; null: WANDB_ENTITY")
     group: str | None = logging_key(None, "W&B group; null: the arm, or the sweep")
     job_type: str | None = logging_key(None, "W&B job type; null: variant and size")
-    tags: list[str] = logging_key([], "W&B tags beside the variant's name")
+    tags: list[str] = logging_key([], "W&B tags in addition to the variant's name")
     artifacts: bool = logging_key(False, "true: upload the last checkpoint to W&B, too")
     log_every: int = logging_key(10, "steps between rows of training metrics", bounds=(1, BIG))
 

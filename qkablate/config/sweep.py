@@ -26,19 +26,20 @@ class ControlConfig:
     match: str = grid_key("none", "what is held equal:", choices=("none", "params", "flops"))
     adjust: str = grid_key(
         "mlp",
-        "key that is adjusted: mlp (its width), or d_model, layers (whole steps; the MLP takes the"
-        " rest)",
+        "what is resized to match: mlp (its width), or d_model or layers (in whole steps; the"
+        " MLP width absorbs the remainder)",
         choices=("mlp", "d_model", "layers"),
     )
     tolerance: float = grid_key(
         0.01,
-        "largest mismatch, relative to the baseline; beyond it an arm is out of reach",
+        "largest mismatch, relative to the baseline; an arm that cannot be matched this closely"
+        " is left out",
         bounds=(0, 1),
     )
 
 
 def control_name(match: str, adjust: str) -> str:
-    """Return the name of a control: params, or params-d_model if another size than the MLP pays."""
+    """Return the name of a control: params, or params-d_model if not the MLP is adjusted."""
     return match if match == "none" or adjust == "mlp" else f"{match}-{adjust}"
 
 
@@ -59,14 +60,14 @@ class GridConfig:
     fixed: dict[str, Any] = grid_key({}, "key: its one value")
     also: Any = grid_key(
         None,
-        "a map of keys to values, or a list of maps: every arm is also trained with these, as on"
-        " another data set, in place of its own values and its data.* keys",
+        "settings, or a list of them, with which every arm is trained a second time, such as"
+        " {data: enwik8}; they replace the arm's values, and all its data.* keys",
     )
     baseline: Any = grid_key(
         "standard", "a variant, at each arm's own size; or a map of keys to values; or null"
     )
     filter: list[str] = grid_key(
-        [], "keep the arms for which all of these are true, as `model.d_model // model.heads >= 16`"
+        [], "keep only arms that satisfy all of these, such as `model.d_model // model.heads >= 16`"
     )
     design: str = grid_key(
         "grid",
@@ -82,11 +83,13 @@ class GridConfig:
         False,
         "choose optim.lr and variant.lr for every arm on validation, then run the seeds there",
     )
-    tuning_seeds: list[int] = grid_key([1000, 1001, 1002], "with tune=true", bounds=(0, BIG))
+    tuning_seeds: list[int] = grid_key(
+        [1000, 1001, 1002], "seeds of the tuning runs, with tune=true", bounds=(0, BIG)
+    )
     share_prefix: bool = launch_key(
         True,
-        "train what wsd runs of several lengths have in common once, in the longest; it changes no"
-        " number",
+        "train the steps that wsd runs of several lengths share only once, in the longest;"
+        " results are unchanged",
     )
 
 
@@ -117,7 +120,7 @@ class EngineConfig:
     cpus: int | None = launch_key(None, "CPU cores of a run", bounds=(1, 4096), used_by=_CLUSTERS)
     gpus: int | float | str | None = launch_key(  # at most one: docs/clusters.md has torchrun
         None,
-        "GPUs of a run; auto: one with device=cuda; with Ray, a fraction of one, as 0.5",
+        "GPUs per run; auto: 1 with device=cuda; Ray also accepts a fraction, such as 0.5",
         bounds=(0, 1),
         choices=("auto",),
         used_by=_CLUSTERS,

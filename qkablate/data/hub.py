@@ -28,7 +28,8 @@ OTHER_READERS = {
 }
 _REMOTE = r"(https?|hf|s3|gs)://"
 _NO_NETWORK = (
-    "prepare it where there is one and point data.cache or HF_HOME there, or use data=stdlib"
+    "prepare it on a machine with a network and point data.cache or HF_HOME there, or use"
+    " data=stdlib"
 )
 
 
@@ -50,7 +51,7 @@ def open_splits(config: DataConfig) -> Iterator[tuple[str, Any]]:
     if not online and not _is_cached(config):
         hint = "" if "/" in str(config.name) or config.files else " and no folder of that name"
         raise UserError(
-            f"{describe_source(config)} is out of reach: no network{hint}; {_NO_NETWORK}"
+            f"{describe_source(config)} cannot be reached: no network{hint}; {_NO_NETWORK}"
         )
     return _splits(config, online)
 
@@ -73,7 +74,7 @@ def find_local_files(config: DataConfig) -> list[Path] | None:
     if name in OTHER_READERS:
         formats = ", ".join(FILE_FORMATS)
         hint = f"; the folder is ./{name}" if os.path.isdir(name) else ""
-        raise UserError(f"data.name: '{name}' is no data set; files are read as {formats}{hint}")
+        raise UserError(f"data.name: '{name}' is not a supported format (allowed: {formats}){hint}")
     if os.path.isdir(name):
         if config.revision:
             raise UserError(f"data.revision: the folder '{config.name}' has none")
@@ -293,7 +294,7 @@ def _load_error(source: str, error: Exception, online: bool = True) -> UserError
     elif isinstance(error, StopIteration):  # raised for empty files
         message = "it is empty"
     elif isinstance(error, (ConnectionError, TimeoutError)) or "httpx" in type(error).__module__:
-        message = f"out of reach: {message}; {_NO_NETWORK}"
+        message = f"cannot be reached: {message}; {_NO_NETWORK}"
     elif not online:
         message += f"; there is no network: {_NO_NETWORK}"
     return UserError(f"{source}: {message}")

@@ -77,7 +77,7 @@ class Forms:
     precision: str  # of the comparison of the logits
 
     def content(self) -> dict[str, Any]:
-        """Return them for JSON."""
+        """Return the errors of the forms for JSON."""
         return {
             "forms": [form.content() for form in self.forms],
             "obstacles": self.obstacles,

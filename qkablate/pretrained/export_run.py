@@ -101,9 +101,11 @@ def _find_family(model: ModelConfig) -> str:
         "position": ("learned", "none", "rope"),
     }.items():
         if (value := getattr(model, key)) not in allowed:
-            raise UserError(f"model.{key}: {value} has no place in GPT-2 or Llama")
+            raise UserError(f"model.{key}: {value} is supported by neither GPT-2 nor Llama")
     if not model.mlp_ratio:
-        raise UserError("model.mlp_ratio: 0 has no place in GPT-2 or Llama: both have an MLP")
+        raise UserError(
+            "model.mlp_ratio: 0 is supported by neither GPT-2 nor Llama, which have MLPs"
+        )
     block = (model.position == "rope", model.norm_kind == "rms", model.mlp == "swiglu")
     if all(block):
         return "llama"

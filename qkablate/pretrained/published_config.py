@@ -12,7 +12,7 @@ from typing import Any
 from qkablate.config import Config, ModelConfig, VariantConfig, check, resolve_variant
 from qkablate.config.variant import mlp_units
 from qkablate.errors import UserError, nearest_hint, sanitize
-from qkablate.pretrained.layouts import Entry, list_entries
+from qkablate.pretrained.layouts import TensorMap, list_entries
 
 # Names of activations in config.json, and ours.
 _ACTIVATIONS = {"gelu_new": "gelu_tanh", "gelu_pytorch_tanh": "gelu_tanh", "gelu": "gelu"}
@@ -44,12 +44,12 @@ class Architecture:
         groups = self.variant.groups
         return groups if isinstance(groups, int) else self.model.heads
 
-    def entries(self) -> dict[str, Entry]:
+    def entries(self) -> dict[str, TensorMap]:
         """Return the tensors of the published file by name, without their prefix."""
         sizes = (self.model, self.vocabulary, self.key_heads)
         return {entry.name: entry for entry in list_entries(self.family, *sizes)}
 
-    def may_lack(self, entry: Entry) -> bool:
+    def may_lack(self, entry: TensorMap) -> bool:
         """Return whether the published model has no such tensor, and ours is zero."""
         is_mlp = ".mlp." in entry.name
         return entry.is_zero_without and not (self.mlp_bias if is_mlp else self.attention_bias)

@@ -109,13 +109,14 @@ def find_repository(word: str, revision: str | None = None) -> Repository:
         if revision is not None:
             raise UserError(f"revision: the folder '{sanitize(word)}' has none")
         if not os.path.isfile(os.path.join(folder, CONFIG)):
-            raise UserError(f"'{sanitize(word)}' is no published model: it has no {CONFIG}")
+            raise UserError(f"'{sanitize(word)}' is not a published model: it has no {CONFIG}")
         return Repository(None, None, word, Path(folder))
     name = NAMES.get(word, word)
     if not re.fullmatch(r"[\w-][\w.-]*/[\w-][\w.-]*", name, re.ASCII):
         raise UserError(
-            f"'{sanitize(word[:80])}'{nearest_hint(word, NAMES)} is no folder and no name on the"
-            f" Hub; write {', '.join(NAMES)}, OWNER/NAME, or a folder with {CONFIG} and {WEIGHTS}"
+            f"'{sanitize(word[:80])}'{nearest_hint(word, NAMES)} is neither a folder nor a name on"
+            " the Hub; write"
+            f" {', '.join(NAMES)}, OWNER/NAME or a folder with {CONFIG} and {WEIGHTS}"
         )
     if revision is not None and not _REVISION.fullmatch(revision):
         raise UserError(
@@ -136,9 +137,9 @@ def _find_cached(word: str, name: str, revision: str | None) -> Repository:
     if not isinstance(path, str):
         what = f"revision '{sanitize(revision)}' of {name}" if revision else name
         raise UserError(
-            f"{what} is out of reach: no network, and HF_HOME does not have it; run this where"
-            " there is one, copy that HF_HOME here, or give a folder with its config.json and"
-            " model.safetensors"
+            f"{what} cannot be reached: no network, and HF_HOME does not have it; run this on a"
+            " machine with a network and copy its HF_HOME here, or give a folder with its"
+            " config.json and model.safetensors"
         )
     folder = Path(path).parent
     return Repository(name, folder.name, word, folder)

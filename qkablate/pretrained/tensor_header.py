@@ -33,16 +33,18 @@ def read_header(path: Path) -> dict[str, TensorInfo]:
             file.seek(0)
             length = int.from_bytes(file.read(8), "little")
             if size < 8 or length > min(size - 8, MAX_HEADER_BYTES):
-                raise UserError(f"{name}: it is no safetensors file, or is cut off in its header")
+                raise UserError(
+                    f"{name}: it is not a safetensors file, or is cut off in its header"
+                )
             header = json.loads(file.read(length).decode("utf-8"), object_pairs_hook=_read_map)
     except OSError as error:
         raise UserError(f"{name}: it cannot be read: {error.strerror}") from None
     except (ValueError, RecursionError):
         raise UserError(
-            f"{name}: it is no safetensors file: its header is not JSON, or has a name twice"
+            f"{name}: it is not a safetensors file: its header is not JSON, or has a name twice"
         ) from None
     if not isinstance(header, dict):
-        raise UserError(f"{name}: it is no safetensors file: its header is not a map")
+        raise UserError(f"{name}: it is not a safetensors file: its header is not a map")
     header.pop("__metadata__", None)
     tensors, spans = {}, []
     for tensor, entry in header.items():

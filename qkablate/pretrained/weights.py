@@ -10,7 +10,7 @@ from torch import Tensor
 
 from qkablate.disk import describe_os_error
 from qkablate.errors import UserError, sanitize
-from qkablate.pretrained.layouts import PREFIXES, Entry, is_constant
+from qkablate.pretrained.layouts import PREFIXES, TensorMap, is_constant
 from qkablate.pretrained.published_config import Architecture
 from qkablate.pretrained.tensor_header import TensorInfo, read_header
 
@@ -59,15 +59,15 @@ def find_tensors(architecture: Architecture, files: list[Path]) -> dict[str, Ten
     if found:
         full, info = next(iter(found.values()))
         raise UserError(
-            f"{info.file.name}: {sanitize(full[:80])} is no tensor of the model of config.json"
+            f"{info.file.name}: {sanitize(full[:80])} is not a tensor of the model in config.json"
         )
     return tensors
 
 
-def _tied_head(architecture: Architecture) -> Entry:
+def _tied_head(architecture: Architecture) -> TensorMap:
     """Return the entry of an output head that is the embedding."""
     shape = (architecture.vocabulary, architecture.model.d_model)
-    return Entry("lm_head.weight", shape, ("token_embedding.weight",))
+    return TensorMap("lm_head.weight", shape, ("token_embedding.weight",))
 
 
 def _hint(name: str, found: Iterable[str]) -> str:
@@ -76,7 +76,7 @@ def _hint(name: str, found: Iterable[str]) -> str:
     return f" (it has {len(blocks)} blocks)" if re.match(r"(h|layers)\.\d", name) else ""
 
 
-def _published_shape(architecture: Architecture, entry: Entry) -> tuple[int, ...]:
+def _published_shape(architecture: Architecture, entry: TensorMap) -> tuple[int, ...]:
     """Return the shape of a published tensor: a table of positions may be longer than ours."""
     if entry.name == _POSITIONS:
         return (architecture.context, architecture.model.d_model)
@@ -132,7 +132,7 @@ def _read_values(
         raise UserError(f"{file.name}: it cannot be read: {reason}") from None
 
 
-def split_entry(entry: Entry, value: Tensor) -> dict[str, Tensor]:
+def split_entry(entry: TensorMap, value: Tensor) -> dict[str, Tensor]:
     """Return our tensors of a published one."""
     value = value.T if entry.transposed else value
     parts = value.chunk(len(entry.parts), -1)
@@ -142,7 +142,7 @@ def split_entry(entry: Entry, value: Tensor) -> dict[str, Tensor]:
     }
 
 
-def join_entry(entry: Entry, weights: Mapping[str, Tensor]) -> Tensor:
+def join_entry(entry: TensorMap, weights: Mapping[str, Tensor]) -> Tensor:
     """Return a published tensor of ours."""
     value = torch.cat([weights[part] for part in entry.parts], -1)
     return (value.T if entry.transposed else value).contiguous()

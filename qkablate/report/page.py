@@ -144,7 +144,7 @@ def make_notes(section: Section) -> list[str]:
             for form in forms
             if form != "decoder"
         ),
-        "ranks, scaling, equivalents and all tests: qkablate results",
+        "ranks, scaling laws, gains and all tests: qkablate results",
         "! or ✗: the audit below has a warning. Parameters exclude embeddings; KV cache in 16-bit"
         " numbers. 0.01 nats correspond to 1 % in perplexity.",
     ]

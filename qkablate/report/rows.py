@@ -4,7 +4,7 @@ import shlex
 from collections import Counter
 from dataclasses import dataclass
 
-from qkablate.analysis.comparison.audit import BROKEN, MARKS, STATES, WARNING, worst_state
+from qkablate.analysis.comparison.audit import INVALID, MARKS, STATES, WARNING, worst_state
 from qkablate.analysis.comparison.summary import GapSummary
 from qkablate.analysis.study.study import Entry, Record
 from qkablate.report.charts.curves import MAX_RUNS
@@ -58,7 +58,7 @@ def _verdict_row(entry: Entry, gap: GapSummary | None, baselines: set[str]) -> l
     verdict = Cell(word, word)
     if gap is not None:
         state = worst_state(gap.audit)
-        mark = f" {MARKS[state]}" if state in (WARNING, BROKEN) else ""
+        mark = f" {MARKS[state]}" if state in (WARNING, INVALID) else ""
         mean = Cell(format_gap_summary(gap) if gap.n else "–", gap.mean)
         verdict = Cell(f"{gap.verdict}{mark}", gap.verdict)
         n = Cell(str(gap.n), gap.n)
@@ -125,7 +125,7 @@ def make_audit_rows(section: Section) -> list[list[str]]:
         by_check.setdefault((state, name), []).append(row)
     audit = []
     for (state, name), rows in sorted(by_check.items(), key=lambda item: -STATES.index(item[0][0])):
-        most = _MAX_WARNINGS if state in (WARNING, BROKEN) else _MAX_PASSED
+        most = _MAX_WARNINGS if state in (WARNING, INVALID) else _MAX_PASSED
         audit += rows[:most]
         if more := len(rows) - len(rows[:most]):
             audit.append([rows[0][0], name, f"{more} more: qkablate results --json", ""])

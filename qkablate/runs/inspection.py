@@ -58,7 +58,7 @@ def read_inspection(folder: Path) -> dict[str, Any] | None:
 
 
 def check_forms(value: Any) -> dict[str, Any]:
-    """Return the forms of a file; ValueError if they are not what `inspect --forms` writes."""
+    """Return the forms of a file; ValueError if they are not what `inspect --variants` writes."""
     try:
         numbers = [value["exact_below"]]
         words = [value["precision"], *value["obstacles"], *value["obstacles"].values()]
@@ -78,4 +78,4 @@ def check_forms(value: Any) -> dict[str, Any]:
             return value
     except (LookupError, TypeError, AttributeError):
         pass
-    raise ValueError("its forms are not what `qkablate inspect --forms` writes")
+    raise ValueError("its forms are not what `qkablate inspect --variants` writes")

@@ -16,7 +16,7 @@ _ID = 4  # digits of an id that a short name keeps at least
 
 
 @dataclass(frozen=True)
-class RunSummary:
+class RunListing:
     """One run in a list."""
 
     folder: Path
@@ -52,28 +52,28 @@ def last_written(folder: Path, names: Iterable[str] = _DATED) -> float:
     return max(times)
 
 
-def summarize_run(folder: Path, observer: LeaseObserver) -> RunSummary:
+def summarize_run(folder: Path, observer: LeaseObserver) -> RunListing:
     """Read what a list shows of a run; its status is `damaged` if its files cannot be read."""
     written = last_written(folder)
     try:
         config = read_config(folder)
         settings = _flatten({k: v for k, v in config.items() if k not in ("id", "identity")})
     except ValueError:
-        return RunSummary(folder, "damaged", written)
+        return RunListing(folder, "damaged", written)
     result = read_result(folder)
     if result is None and os.path.isfile(folder / "origin.json"):
         unknown = ("data.", "train.", "optim.", "seed")  # the defaults are nobody's choice
         settings = {k: v for k, v in settings.items() if not k.startswith(unknown)}
-        return RunSummary(folder, "imported", written, settings)
+        return RunListing(folder, "imported", written, settings)
     if result is None:
         is_leased = observer.is_leased(folder)
         status = "running" if is_leased else "interrupted"
         if os.path.exists(folder / "result.json") and not is_leased:
             status = "damaged"
-        return RunSummary(folder, status, written, settings)
+        return RunListing(folder, status, written, settings)
     losses = [result["loss"].get(split) for split in ("val", "test")]
     val, test = (loss if is_number(loss) else None for loss in losses)
-    return RunSummary(folder, str(result["status"]), written, settings, val, test)
+    return RunListing(folder, str(result["status"]), written, settings, val, test)
 
 
 def _flatten(values: Mapping[Any, Any], prefix: str = "") -> dict[str, Any]:

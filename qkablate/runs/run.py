@@ -145,7 +145,7 @@ def run_id(identity: Mapping[str, Any]) -> str:
 
 
 # Keys whose values a label shows.
-PROJECTION_LOSSES = "projection_losses.json"  # of a fine-tuned run, by layer
+PROJECTION_ERRORS = "projection_losses.json"  # of a fine-tuned run, by layer
 LABEL_KEYS = ("variant", "model.d_model", "model.heads", "seed")
 
 
@@ -165,7 +165,7 @@ class Run:
         self.id, self.label = id, self.folder.name.removesuffix(f"-{id}")
         self.metrics = self.folder / "metrics.jsonl"
         self.checkpoints = self.folder / "checkpoints"
-        self.start = self.folder / "start"  # with PROJECTION_LOSSES
+        self.start = self.folder / "start"  # with PROJECTION_ERRORS
 
     @property
     def result(self) -> dict[str, Any] | None:

@@ -1,7 +1,7 @@
 """Conversion of trained runs to many variants at once, as a sweep of short runs.
 
 Each arm is a variant that the runs are projected to and fine-tuned in; its baseline is the variant
-of the runs themselves, trained on for as many steps.
+of the runs themselves, trained further for as many steps.
 """
 
 import dataclasses
@@ -85,7 +85,7 @@ class _Conversions:
     _data: Data | None = None  # of all runs, which differ in seeds alone
 
     def add(self, parent: RestoredRun, words: list[str]) -> None:
-        """Add the run that is trained on in its own variant, and that in the words' variant."""
+        """Add the run trained further in its own variant, and the one in the words' variant."""
         rest = [word for word in words if not _is_variant(word)]
         key = str(parent.folder), *rest
         if key not in self._baselines:
@@ -97,7 +97,7 @@ class _Conversions:
             self._add_run(parent, words, own=False, baseline=self._baselines[key])
         except ImpossibleConfig as error:
             reason = error.reason if isinstance(error, CannotProject) else str(error)
-            self.left_out[name] = LeftOutArm(name, "none", reason, "impossible")
+            self.left_out[name] = LeftOutArm(name, "none", reason, "unsupported")
 
     def _add_run(
         self, parent: RestoredRun, words: list[str], *, own: bool, baseline: str | None = None

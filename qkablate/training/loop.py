@@ -38,7 +38,7 @@ class Interrupted(Exception):
     """A stop was requested; the checkpoint is written."""
 
 
-class Sink(Protocol):
+class MetricsLogger(Protocol):
     """A receiver of rows of metrics."""
 
     def log(self, row: dict[str, Any]) -> None: ...
@@ -53,7 +53,7 @@ class Trainer:
         model: Model,
         resumed: Checkpoint | None,
         *,
-        sinks: Iterable[Sink] = (),
+        loggers: Iterable[MetricsLogger] = (),
         save: Callable[[Checkpoint], None] = lambda _: None,
         branch: Callable[[Checkpoint], None] = lambda _: None,
         horizons: Collection[int] | None = None,  # see BranchRecorder
@@ -64,7 +64,7 @@ class Trainer:
         make_step: StepFactory = TrainStep,
     ) -> None:
         self.plan, self.config, self.model, self.ranks = plan, plan.config, model, ranks
-        self.sinks, self.stop, self.write = list(sinks), stop, write
+        self.loggers, self.stop, self.write = list(loggers), stop, write
         self.save, self.branch = save, branch
         self.branches = BranchRecorder(plan, horizons)
         self.record_predictions = PredictionRecorder(plan, write)
@@ -215,8 +215,8 @@ class Trainer:
         tokens = step * self.plan.tokens_per_step
         flops = tokens * self.plan.flops_per_token
         position = {"step": step, "tokens": tokens, "flops": flops}
-        for sink in self.sinks:
-            sink.log({**position, "seconds": round(self.seconds(), 3), **row})
+        for logger in self.loggers:
+            logger.log({**position, "seconds": round(self.seconds(), 3), **row})
 
 
 class Throughput:

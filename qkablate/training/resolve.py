@@ -37,7 +37,7 @@ class RunPlan:
     data: Data
     identity: dict[str, Any]
     run: Run
-    sites: dict[str, Attention]  # with the variant: the first layer of each, without values
+    sites: dict[str, Attention]  # with the variant: the first layer of each, on the meta device
     kernels: dict[str, str]  # by site
     params: dict[str, int]
     flops_per_token: float  # of training: forward and backward
@@ -61,7 +61,7 @@ class RunPlan:
         return count_loss_blocks(self.config, self.data)
 
     def build(self) -> Model:
-        """Build the model without values."""
+        """Build the model on the meta device."""
         return build_empty_model(self.config, self.data.vocabulary)
 
 
@@ -149,7 +149,7 @@ def resolve_lr(config: Config, attention: Attention) -> Config:
 
 
 def build_empty_model(config: Config, vocabulary: int) -> Model:
-    """Build the model of a resolved config without values."""
+    """Build the model of a resolved config on the meta device."""
     with torch.device("meta"):
         model = build_model(
             config.model,

@@ -48,7 +48,7 @@ def format_header(plan: RunPlan, processes: int = 1) -> list[str]:
     lines = [
         f"run      {plan.run.folder}",
         f"variant  {config.variant.name}: {first.equation}",
-        f"start    {start}; learning rates of the circuits: {_format_sites(multipliers)}",
+        f"init     {start}; learning rates of the circuits: {_format_sites(multipliers)}",
         f"model    {_format_layers(model)}, d {model.d_model},"
         f" {format_count(model.heads, 'head')}, context"
         f" {model.context}: {plan.params['total']:,} parameters",
@@ -190,7 +190,7 @@ def measure_references(plan: RunPlan, result: dict[str, Any]) -> dict[str, Any] 
     return {"tokens": measured.tokens, "ngram": measured.ngram, "lzma": measured.lzma}
 
 
-def publish(run: Run, lease: Lease, result: dict[str, Any]) -> None:
+def write_result(run: Run, lease: Lease, result: dict[str, Any]) -> None:
     """Write result.json once; raise LeaseLost if another process has written one."""
     lease.verify()
     try:
@@ -209,7 +209,7 @@ def record_failure(plan: RunPlan, reason: str, *, out_of_memory: bool, packed: i
         if plan.run.result is None:
             failure = {"status": "failed", "error": reason, "out_of_memory": out_of_memory}
             result = make_base_result(plan, packed) | failure | {"ended": now()}
-            publish(plan.run, lease, result)
+            write_result(plan.run, lease, result)
 
 
 def make_wandb_identity(plan: RunPlan) -> RunIdentity:

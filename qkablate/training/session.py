@@ -36,7 +36,7 @@ from qkablate.training.warm_start.start import load_or_project
 
 @dataclass(frozen=True)
 class _RunWriter:
-    """Writes into the run's folder; as the first sink, it ends logging once the lease is lost."""
+    """Writes into the run's folder; as the first logger, it ends logging once the lease is lost."""
 
     lease: Lease
     plan: RunPlan
@@ -196,7 +196,7 @@ def train_session(
                 plan,
                 build_initial_model(plan, resumed, device),
                 resumed,
-                sinks=(writer, metrics, terminal, wandb_run),
+                loggers=(writer, metrics, terminal, wandb_run),
                 save=writer.save,
                 branch=writer.branch,
                 horizons=branching.horizons,
@@ -231,7 +231,7 @@ def train_session(
             content |= {"steps": steps, "tokens": steps * plan.tokens_per_step}
             content[text_references.KEY] = result.measure_references(plan, content)
         content["ended"] = result.now()
-    result.publish(run, lease, content)
+    result.write_result(run, lease, content)
     return content
 
 

@@ -13,8 +13,8 @@ from qkablate.randomness import derive_key
 from qkablate.training import hardware
 from qkablate.training.checkpoint import Checkpoint, TrainProgress
 from qkablate.training.distributed.ranks import Ranks
-from qkablate.training.feed import Feed, batch_reader
 from qkablate.training.optim import learning_rate, make_optimizer
+from qkablate.training.prefetcher import Prefetcher, batch_reader
 from qkablate.training.resolve import RunPlan
 
 # Makes the step of a run with this model, from a checkpoint.
@@ -45,7 +45,7 @@ class TrainStep:
         self.loss_and_hits = hardware.compile_loss(model.loss_and_hits, config)
         self.training_loss = ranks.data_parallel(model, self.loss)
         batches = batch_reader(config, plan.data)
-        self.feed = Feed(lambda step: ranks.shard(weigh(batches(step))), self.device)
+        self.prefetcher = Prefetcher(lambda step: ranks.shard(weigh(batches(step))), self.device)
         # Only dropout draws, and circuits of the user may; seeding takes time.
         outside = plan.identity["circuits_from_outside"]
         self.draws_random_numbers = bool(config.model.dropout or outside)
@@ -61,7 +61,7 @@ class TrainStep:
         self.set_learning_rate(step)
         grad_accum = self.config.train.grad_accum
         micro_steps = self.ranks.shard(range(grad_accum))
-        for micro, batch in zip(micro_steps, self.feed.take(step), strict=True):
+        for micro, batch in zip(micro_steps, self.prefetcher.take(step), strict=True):
             if self.draws_random_numbers:
                 # After the parent's last step, if the run begins from a trained one.
                 position = (self.config.init_from.step or 0) + step
@@ -73,7 +73,7 @@ class TrainStep:
                 loss = loss * batch.weight
                 self.scaler.scale(loss / len(micro_steps)).backward()
             self.loss_sum += loss.detach() / grad_accum
-        self.feed.fetch_ahead(step + 1)
+        self.prefetcher.prefetch(step + 1)
         self.scaler.unscale_(self.optimizer)
         norm = clip_grad_norm_(self.model.parameters(), self.config.optim.clip or math.inf)
         self.scaler.step(self.optimizer)
@@ -95,7 +95,7 @@ class TrainStep:
 
         The order affects rounding: a resumed run would otherwise differ from an uninterrupted one.
         """
-        batch = self.feed.take(step)[0]
+        batch = self.prefetcher.take(step)[0]
         with hardware.autocast(self.config):
             loss = self.training_loss(*batch.inputs, batch.targets_NA, batch.positions_NA)
         loss.backward()

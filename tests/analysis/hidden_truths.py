@@ -180,8 +180,8 @@ def measure(world: str, n: int, studies: int = STUDIES, *, guard: bool) -> Error
     return Errors(min(covered), false)
 
 
-def surely_beaten(arms: int, n: int = 6, studies: int = STUDIES) -> float:
-    """Return how often any of some equal arms is called surely beaten, by Holm over all pairs.
+def dominated(arms: int, n: int = 6, studies: int = STUDIES) -> float:
+    """Return how often any of some equal arms is called dominated, by Holm over all pairs.
 
     Holm rejects something if and only if the smallest p-value is below α over their number.
     """
@@ -209,9 +209,9 @@ def table(studies: int = STUDIES, tuned_studies: int = 2_000) -> Iterator[str]:
         rates = (_percent(row.coverage, *row.false.values()) for row in rows)
         yield f"{world:<22}{n:>4} {' '.join(rates)}"
     yield ""
-    yield "Equal arms of which one is called surely beaten, n = 6"
+    yield "Equal arms of which one is called dominated, n = 6"
     for arms in (4, 8, 20):
-        yield f"{f'{arms} arms':<26} {_percent(surely_beaten(arms, studies=studies))}"
+        yield f"{f'{arms} arms':<26} {_percent(dominated(arms, studies=studies))}"
     yield ""
     yield f"Tuned equal arms, {tuned_studies} studies a row: coverage of the gap's interval"
     for bowl, n in itertools.product(tuning_simulation.SHAPES, (6, 16)):

@@ -67,7 +67,9 @@ def test_archive_without_runs_is_rejected(tmp_path):
     for look in archive.looks.values():
         look["manifest"]["runs"] = []
     archive.write(tmp_path / "empty")
-    with pytest.raises(api.UserError, match="is no archive of runs, or damaged: a sweep has no"):
+    with pytest.raises(
+        api.UserError, match="is not an archive of runs, or is damaged: a sweep has no"
+    ):
         api.load_runs(tmp_path / "empty")
 
 
@@ -128,7 +130,9 @@ def test_margin_is_positive(two, margin):
 def test_names_in_place_of_runs_are_rejected(read):
     with pytest.raises(api.UserError, match=r"is a name; load_sweep\('lookup'\) reads that sweep"):
         read("lookup")
-    with pytest.raises(api.UserError, match="load_runs and load_sweep read them from disk"):
+    with pytest.raises(
+        api.UserError, match="is not a list of records; pass what load_runs returns"
+    ):
         read(["lookup"])
 
 

@@ -242,13 +242,13 @@ def test_more_seeds_are_exploratory_and_say_how_many_were_declared(claim, preten
     done = claim("run", "--more", "1")
     assert done.code == 0, done.err
     assert "SUPPORTED at these rates (exploratory)" in done.out
-    assert "4 seeds, and 3 were declared" in done.out
+    assert "4 seeds were run, but 3 were declared" in done.out
     assert len(pretended.trained) == 12
     done = claim("show")
     assert "SUPPORTED at these rates (exploratory)" in done.out
     # From then on: also when it is run as it was declared.
     done = claim("run")
-    assert "4 seeds, and 3 were declared" in done.out
+    assert "4 seeds were run, but 3 were declared" in done.out
     assert len(pretended.trained) == 12
     (folder,) = (path.parent for path in registered(tmp_path))
     assert {path.name for path in folder.iterdir()} == {"claim.json", "n3", "n4"}
@@ -264,7 +264,7 @@ def test_interrupted_additional_seeds_are_resumed(claim, qkablate, pretended):
     assert words[-2:] == ["--more", "1"]
     done = qkablate(*words[1:])
     assert done.code == 0, done.err
-    assert "4 seeds, and 3 were declared" in done.out
+    assert "4 seeds were run, but 3 were declared" in done.out
 
 
 def test_dry_run_writes_nothing(claim, tmp_path, monkeypatch):
@@ -372,7 +372,7 @@ def test_other_data_under_the_same_name_is_rejected(claim, pretended, text):
     assert claim("run").code == 0
     text.write_text(text.read_text() * 2)
     done = claim("run")
-    assert_refused(done, "another out=FOLDER keeps them apart")
+    assert_refused(done, "use another out=FOLDER")
 
 
 def test_registration_changed_by_hand_is_reported(claim, pretended, tmp_path):
@@ -518,7 +518,10 @@ def test_untestable_claim_gives_its_reason(qkablate, action, name):
 
 FILES = {
     "a kind": ({"parts": {"within": PART | {"kind": "noninferor"}}}, "(nearest: noninferior)"),
-    "an arm": ({"parts": {"within": PART | {"arm": "merged_w"}}}, "the grid has no variant=merg"),
+    "an arm": (
+        {"parts": {"within": PART | {"arm": "merged_w"}}},
+        "mine: parts.within: the grid has no variant=merg",
+    ),
     "a variant": (
         {"grid": {"variant": "standard,no_qq"}},
         "variant: 'no_qq' (nearest: no_q) is not one of",

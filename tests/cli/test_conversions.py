@@ -61,19 +61,21 @@ def test_every_number_comes_from_the_runs(qkablate, outputs):
         assert row["test_gap"]["n"] == 2
         assert row["test_gap"]["mean"] == pytest.approx(sum(gaps) / 2, abs=1e-9)
     assert max(by_variant["merged_w"]["errors"].values()) < 1e-6  # it holds every B_h
-    assert abs(by_variant["merged_w"]["gap_at_once"]["mean"]) < 1e-5
+    assert abs(by_variant["merged_w"]["gap_before_finetuning"]["mean"]) < 1e-5
     assert 0 < by_variant["no_q"]["errors"]["qk_scores"] < 1
     assert by_variant["no_q"]["params_percent"] < 100
     parents = [
         json.loads((outputs / "runs" / name / "result.json").read_text())["loss"]["val"]
         for name in (path.name for path in sorted((outputs / "runs").glob("standard-*")))
     ]
-    assert output["trained"]["val_at_once"]["mean"] == pytest.approx(sum(parents) / 2, rel=1e-6)
+    assert output["trained"]["val_before_finetuning"]["mean"] == pytest.approx(
+        sum(parents) / 2, rel=1e-6
+    )
 
 
 @pytest.mark.slow
 def test_imported_run_is_converted_on_several_orders_of_the_data(qkablate, tmp_path, monkeypatch):
-    """Its errors are those that `inspect --forms` measures on the same text."""
+    """Its errors are those that `inspect --variants` measures on the same text."""
     monkeypatch.setenv("WANDB_MODE", "disabled")
     write_published(tmp_path / "mine", vocabulary=256)
     assert qkablate("import", "mine", "as=small").code == 0
@@ -90,7 +92,7 @@ def test_imported_run_is_converted_on_several_orders_of_the_data(qkablate, tmp_p
         ]
         assert row["test_gap"]["n"] == 2
         assert row["test_gap"]["mean"] == pytest.approx(sum(gaps) / 2, abs=1e-9)
-    done = qkablate("inspect", "small", *data, "--forms", "--json")
+    done = qkablate("inspect", "small", *data, "--variants", "--json")
     held = {form["variant"]: form for form in json.loads(done.out)["forms"]["forms"]}
     assert max(rows["merged_w"]["errors"].values()) < 1e-6
     found = rows["no_q"]["errors"]["qk_scores"]

@@ -26,7 +26,7 @@ def test_imported_run_is_read_by_the_other_verbs(qkablate, tmp_path):
     page = next(tmp_path.glob("outputs/runs/*/report.md")).read_text()
     assert "could not be read" not in page
     assert "qkablate inspect small-" in page
-    assert qkablate("inspect", "small", "--forms").code == 0
+    assert qkablate("inspect", "small", "--variants").code == 0
     assert qkablate("report", "small", "--format", "md").code == 0
     page = next(tmp_path.glob("outputs/runs/*/report.md")).read_text()
     assert "merged_w" in page
@@ -72,7 +72,7 @@ def test_imported_run_is_evaluated_and_inspected_on_text(qkablate, train, tmp_pa
     assert "has no result yet" not in done.err
     back, own = json.loads(done.out)["evaluations"]
     assert back["loss"] == pytest.approx(own["loss"], rel=1e-6)
-    on_text = qkablate("inspect", "back", *data, "--forms", "--json")
+    on_text = qkablate("inspect", "back", *data, "--variants", "--json")
     assert on_text.code == 0, on_text.err
     assert "random tokens" not in on_text.err
     content = json.loads(on_text.out)
@@ -107,7 +107,7 @@ def test_mistakes_are_one_line(qkablate, words, reasons):
 def test_hub_out_of_reach_is_one_line_within_seconds(qkablate, monkeypatch, tmp_path):
     monkeypatch.setattr("qkablate.pretrained.repository.is_reachable", lambda address: False)
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path / "hub"))
-    assert_refused(qkablate("import", "gpt2"), "openai-community/gpt2 is out of reach", "HF_HOME")
+    assert_refused(qkablate("import", "gpt2"), "openai-community/gpt2 cannot be reached", "HF_HOME")
 
 
 def test_cache_of_the_hub_is_read_without_a_network(qkablate, monkeypatch, tmp_path):

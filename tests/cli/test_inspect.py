@@ -167,8 +167,11 @@ MISTAKES = [
     (["a", "--json", "--head", "0"], "--json prints all layers and heads"),
     (["a", "--text", "x"], "--text needs --layer and --head, --json or -o"),
     (["a", "--json", "--text", "\udcff"], "--text: it is not UTF-8 text"),
-    (["a", "--forms", "--head", "0"], "--forms shows all heads of all layers or of one; leave out"),
-    (["a", "--forms", "--text", "x"], "leave out --text"),
+    (
+        ["a", "--variants", "--head", "0"],
+        "--variants shows all heads of all layers or of one; leave out",
+    ),
+    (["a", "--variants", "--text", "x"], "leave out --text"),
     (["a"], "there is no run 'a'"),
 ]
 
@@ -399,7 +402,7 @@ def test_layers_of_a_translator_are_named_by_site(qkablate):
 
 
 def test_forms_are_a_table_with_every_variant(inspect):
-    done = inspect("--forms")
+    done = inspect("--variants")
     assert done.code == 0, done.err
     lines = done.out.splitlines()
     assert "of the validation split of " in lines[1]
@@ -425,7 +428,7 @@ def test_forms_of_a_run_on_pairs(qkablate, tmp_path, words, sites):
     """A form replaces the layers of the variant's sites alone."""
     assert qkablate("train", *words, *PAIRS, *SIZE).code == 0
     (run,) = (tmp_path / "outputs" / "runs").iterdir()
-    done = qkablate("inspect", run.name, "--forms", "--json")
+    done = qkablate("inspect", run.name, "--variants", "--json")
     assert (done.code, done.err) == (0, "")
     found = json.loads(done.out)
     forms = {form["variant"]: form for form in found["forms"]["forms"]}
@@ -441,7 +444,7 @@ def test_forms_of_a_run_on_pairs(qkablate, tmp_path, words, sites):
             assert (layer["scores"] > 1e-3) == (place.split()[0] in sites), (name, place)
         assert forms[name]["logits"] is None
     assert forms["uniform"]["share"] < 1
-    done = qkablate("inspect", run.name, "--forms")
+    done = qkablate("inspect", run.name, "--variants")
     assert (done.code, done.err) == (0, "")
     row = next(line.split() for line in done.out.splitlines() if line.startswith("no_v "))
     assert (row[2] == "exact", float(row[3]) > 0) == (True, True)
@@ -455,14 +458,14 @@ def test_forms_of_a_run_on_pairs(qkablate, tmp_path, words, sites):
 
 
 def test_forms_of_a_layer_are_shown_by_head(inspect):
-    done = inspect("--forms", "--layer", "1")
+    done = inspect("--variants", "--layer", "1")
     headers = [line.split() for line in done.out.splitlines() if line.startswith("variant")]
     assert headers == 2 * [["variant", "layer", "H0", "H1"]]
-    assert "--layer: there is no 2" in inspect("--forms", "--layer", "2").err
+    assert "--layer: there is no 2" in inspect("--variants", "--layer", "2").err
 
 
 def test_forms_as_json(inspect):
-    found = json.loads(inspect("--forms", "--json").out)
+    found = json.loads(inspect("--variants", "--json").out)
     forms = {form["variant"]: form for form in found["forms"]["forms"]}
     assert forms["merged_w"]["share"] == 1
     assert forms["wide_qk"]["logits"] < 1e-10

@@ -94,8 +94,8 @@ def test_gap_is_split_in_two(qkablate, outputs):
         assert one["gap"]["finetuned"][split] == healed
         assert one["gap"]["scratch"][split] == scratch
         assert one["gap"]["training"][split] == scratch - healed
-    assert one["at_once"]["parent"] == pytest.approx(losses["parent"]["val"], rel=1e-6)
-    assert one["gap"]["at_once"]["val"] > 0
+    assert one["before_finetuning"]["parent"] == pytest.approx(losses["parent"]["val"], rel=1e-6)
+    assert one["gap"]["before_finetuning"]["val"] > 0
     assert [layer["layer"] for layer in one["layers"]] == [0, 1]
     assert all(0 < layer["qk_scores"] < 1 and layer["ov_output"] < 1e-6 for layer in one["layers"])
     assert (output["n"], output["steps"], output["lr"]) == (1, 8, 3e-4)
@@ -116,10 +116,10 @@ def test_continued_parent_is_trained_once(qkablate, outputs):
 
 
 @pytest.mark.slow
-def test_projection_onto_a_larger_form_has_no_gap_at_once(qkablate, outputs):
+def test_projection_onto_a_larger_form_has_no_gap_before_finetuning(qkablate, outputs):
     output = projected(qkablate, "standard-d16-h2-s0", "variant=merged_w", "finetune.steps=2")
     (one,) = output["runs"]
-    assert abs(one["gap"]["at_once"]["val"]) < 1e-5
+    assert abs(one["gap"]["before_finetuning"]["val"]) < 1e-5
     assert max(layer["qk"] for layer in one["layers"]) < 1e-6
     own = projected(qkablate, "standard-d16-h2-s0", "variant=standard", "finetune.steps=2")["runs"][
         0
@@ -288,7 +288,9 @@ def test_encoder_and_translator_of_a_task_are_projected(qkablate, tmp_path, monk
         is_changed = not sites or place == "cross 0"
         assert (layer["qk_scores"] > 1e-3, layer["qk"] > 1e-3) == (is_changed, is_changed)
         assert layer["ov_output"] < 1e-6
-    assert one["at_once"]["parent"] == pytest.approx(result(parent)["loss"]["val"], rel=1e-6)
+    assert one["before_finetuning"]["parent"] == pytest.approx(
+        result(parent)["loss"]["val"], rel=1e-6
+    )
     folders = {
         key: name and tmp_path / "outputs" / "runs" / name for key, name in one["folders"].items()
     }
@@ -327,7 +329,9 @@ def test_translator_of_pairs_is_projected(qkablate, of_pairs):
         assert config["data"]["target_field"] == "b"
         fingerprint = read_config(parent)["identity"]["data_fingerprint"]
         assert config["identity"]["data_fingerprint"] == fingerprint
-    assert one["at_once"]["parent"] == pytest.approx(result(parent)["loss"]["val"], rel=1e-6)
+    assert one["before_finetuning"]["parent"] == pytest.approx(
+        result(parent)["loss"]["val"], rel=1e-6
+    )
     assert [layer["layer"] for layer in one["layers"]] == ["encoder 0", "decoder 0", "cross 0"]
     again = shlex.split(one["scratch_command"])[1:]
     assert qkablate(*again, "threads=1", "tracking.wandb=disabled").code == 0

@@ -235,7 +235,7 @@ def test_name_of_another_grid_is_noted(qkablate, small, nothing_timed, nothing_t
     other = [*small, "train.steps=3"]
     for done in (qkablate(*other, "--dry-run").out, qkablate(*other).err):
         line = " ".join(done.split())  # long folders wrap
-        assert re.search(r"name \S*outputs/sweeps/grid-[0-9a-f]+ has this name, too", line)
+        assert re.search(r"name \S*outputs/sweeps/grid-[0-9a-f]+ has the same name", line)
 
 
 def test_impossible_arms_are_named_with_the_reason(qkablate, small, nothing_timed):

@@ -10,7 +10,7 @@ from omegaconf.errors import OmegaConfBaseException
 from qkablate.compose.configs import compose_jobs, make_config, open_hydra
 from qkablate.compose.grid import read_request
 from qkablate.compose.words import format_error
-from qkablate.config import conf_dir, flatten, load, variants
+from qkablate.config import conf_dir, flatten, from_hydra, variants
 from qkablate.errors import UserError
 from qkablate.sweeps.planning.predicates import holds
 from qkablate.sweeps.planning.tuning import lr_ladder
@@ -132,7 +132,7 @@ def test_grid_has_no_axes_of_its_own(opened_hydra):
 
 
 def test_group_of_the_user_is_rejected(opened_hydra):
-    with pytest.raises(UserError, match=r"'\+exp=my': a sweep takes no group beside those"):
+    with pytest.raises(UserError, match=r"'\+exp=my': a sweep accepts only qkablate"):
         read_request(["variant=standard,no_q", "+exp=my"])
     assert read_request(["variant=standard,no_q", "+seed=1"]).choices["seed"] == ["1"]
 
@@ -256,7 +256,7 @@ def typed(words):
 def composed_by_hydra(words):
     """Compose the config as hydra.main does for `qkablate train`."""
     try:
-        return load(hydra.compose("train", typed(words)))
+        return from_hydra(hydra.compose("train", typed(words)))
     except (HydraException, OmegaConfBaseException, ValueError) as error:
         raise UserError(format_error(error)) from None
 

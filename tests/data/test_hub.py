@@ -648,7 +648,9 @@ def test_other_readers_of_the_library_are_refused(tmp_path, monkeypatch):
     assert {*packaged_modules._PACKAGED_DATASETS_MODULES} <= {*FILE_FORMATS, *OTHER_READERS}
     monkeypatch.chdir(tmp_path)
     config = DataConfig(source="hub", name="pandas", files="https://localhost/x.pkl")
-    with pytest.raises(UserError, match=r"data\.name: 'pandas' is no data set; files are read as"):
+    with pytest.raises(
+        UserError, match=r"data\.name: 'pandas' is not a supported format \(allowed:"
+    ):
         find_local_files(config)
     (tmp_path / "pandas").mkdir()
     with pytest.raises(UserError, match=r"the folder is \./pandas"):

@@ -10,7 +10,7 @@ from torch import Tensor
 from qkablate.attention import layer, modifiers
 from qkablate.attention.kernels import dispatch
 from qkablate.models import gpt
-from qkablate.training import feed, hardware, loop, optim, step
+from qkablate.training import hardware, loop, optim, prefetcher, step
 from qkablate.training.optim.adamw import AdamW
 from qkablate.training.recorders import evaluation
 
@@ -137,7 +137,7 @@ def _moving(change: Callable[[Tensor], Tensor]) -> Callable[..., Any]:
 
 @contextmanager
 def _feeding(change: Callable[[Tensor], Tensor]) -> Iterator[None]:
-    with replaced(feed, "on_device", _moving(change)):
+    with replaced(prefetcher, "on_device", _moving(change)):
         yield
 
 

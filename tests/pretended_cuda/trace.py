@@ -176,7 +176,7 @@ def _train(plan: RunPlan) -> dict[str, Any]:
             plan,
             model,
             None,
-            sinks=[Rows()],
+            loggers=[Rows()],
             save=checkpoints.save,
         )
         trainer._step = phase(watched, "step", trainer._step)  # type: ignore[method-assign]

@@ -177,7 +177,7 @@ FOLDERS: dict[str, tuple[Callable[[Path], None], str]] = {
     ),
     "weights that are a link to another file": (
         _put("model.safetensors", lambda path: path.symlink_to("/etc/passwd")),
-        "no safetensors file",
+        "not a safetensors file",
     ),
     "weights that are a link to themselves": (
         _put("model.safetensors", lambda path: path.symlink_to(path)),
@@ -190,7 +190,7 @@ FOLDERS: dict[str, tuple[Callable[[Path], None], str]] = {
     ),
     "a tensor with a hostile name": (
         lie_in_header(lambda header: header | {"\x1b]0;stolen\x07\n../../x": _EMPTY}),
-        "is no tensor of the model",
+        "is not a tensor of the model",
     ),
     **{
         f"a shard called {name[:30]}": (_name_shard(name), "is not the name of a safetensors file")

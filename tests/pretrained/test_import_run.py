@@ -218,7 +218,7 @@ def test_shards_and_masks_and_names_without_prefix_are_read(tmp_path):
         ("gpt2", {"model_type": ["gpt2"]}, ["model_type: ['gpt2']", "allowed: gpt2"]),
         ("gpt2", {"architectures": {"a": [[[[[[[1]]]]]]]}}, ["architectures"]),
         ("gpt2", {"n_embd": "16"}, ["n_embd", "a whole number"]),
-        ("gpt2", {"n_layer": 1}, ["is no tensor of the model"]),
+        ("gpt2", {"n_layer": 1}, ["is not a tensor of the model"]),
         ("gpt2", {"vocab_size": 2**30}, ["wte.weight has the shape [61, 16]"]),
         ("gpt2", {"quantization_config": {"bits": 4}}, ["quantization_config", "null"]),
         ("llama", {"rope_scaling": {"rope_type": "yarn"}}, ["rope_scaling.rope_type", "default"]),

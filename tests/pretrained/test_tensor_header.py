@@ -43,5 +43,5 @@ def test_length_of_a_header_is_bounded(file):
         with file.open("r+b") as opened:
             opened.write(struct.pack("<Q", length))
             opened.truncate(2**26)  # a sparse file
-        with pytest.raises(UserError, match="no safetensors file"):
+        with pytest.raises(UserError, match="not a safetensors file"):
             read_header(file)

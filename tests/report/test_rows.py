@@ -121,7 +121,7 @@ def test_rows_exist_before_the_first_result(cached_world, section_of):
 
 
 def test_audit_lists_the_worst_first(mixed, section):
-    order = ["broken", "warning", "note", "ok"]
+    order = ["invalid", "warning", "note", "ok"]
     for found in (mixed, section):
         audited = rows.make_audit_rows(found)
         states = [order.index(row[0].split(" ")[1]) for row in audited]
@@ -144,12 +144,12 @@ def test_each_audit_result_is_listed_once_with_its_arms(section):
     ]
 
 
-def test_broken_checks_are_listed_first(cached_world, loss_of, section_of):
+def test_invalid_checks_are_listed_first(cached_world, loss_of, section_of):
     world = cached_world(*ONE).finish(loss_of)
     run = next(run for run in world.runs() if run.arm.startswith("no_q"))
     (world.run_folder(run) / "result.json").write_text("{")
     first = rows.make_audit_rows(section_of(world))[0]
-    assert first[:2] == ["✗ broken", "runs"]
+    assert first[:2] == ["✗ invalid", "runs"]
     assert "damaged" in first[2]
 
 

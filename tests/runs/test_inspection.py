@@ -75,5 +75,5 @@ def test_forms_are_checked():
     broken.append({**FORMS, "forms": several})
     broken.append(json.loads(json.dumps(FORMS).replace("0.5", "NaN")))
     for value in broken:
-        with pytest.raises(ValueError, match="inspect --forms"):
+        with pytest.raises(ValueError, match="inspect --variants"):
             check_forms(value)

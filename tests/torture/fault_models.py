@@ -56,7 +56,7 @@ class World:
             sandbox.run_successfully(words, self.box)
         (self.run,) = (self.box / "outputs" / "runs").glob("small-*")
         self.imported, self.exported = read_files(self.run), read_files(self.box / "hf")
-        sandbox.run_successfully(["inspect", "small", "--forms"], self.box)
+        sandbox.run_successfully(["inspect", "small", "--variants"], self.box)
         self.inspected = read_files(self.run)
         shutil.copytree(self.box, self.saved)
 

@@ -161,7 +161,7 @@ def train_traced(case: Case, folder: Path) -> tuple[str, int, list[dict[str, Any
         plan = plan_run(make_config(run_words(case.settings, folder)))
     model = plan.build().to_empty(device="cpu").init_(0).to("cuda")
     rows: list[dict[str, Any]] = []
-    trainer = Trainer(plan, model, None, sinks=[SimpleNamespace(log=rows.append)])
+    trainer = Trainer(plan, model, None, loggers=[SimpleNamespace(log=rows.append)])
     take_step = trainer._step
 
     def strict(step: int) -> torch.Tensor:

@@ -16,7 +16,7 @@ def test_sites_that_differ_are_shown(qkablate, tmp_path):
     assert done.code == 0
     start = "matched to standard: none (encoder, decoder), spread (cross); learning rates of the"
     rates = "circuits: QK × 1.41, OV × 1 (encoder, decoder), QK × 1.73, OV × 1 (cross)"
-    assert f"start    {start} {rates}\n" in done.err
+    assert f"init     {start} {rates}\n" in done.err
     assert "model    2 encoder layers, 1 decoder layer, d 32" in done.err
     result = json.loads((run_folder(tmp_path) / "result.json").read_text())
     assert result["init"]["match"] == "none"  # the worst

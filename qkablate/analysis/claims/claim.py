@@ -117,18 +117,22 @@ class Comparison:
 
 def find_comparisons(claim: Claim, arms: Iterable[Arm]) -> list[Comparison]:
     """Return the comparisons that the parts call for; UserError if an arm is missing."""
-    arms = list(arms)
-    found = []
+    try:
+        return [*_find_comparisons(claim, list(arms))]
+    except UserError as error:
+        raise UserError(f"{claim.name}: {error}") from None
+
+
+def _find_comparisons(claim: Claim, arms: list[Arm]) -> Iterator[Comparison]:
     for name, spec in claim.parts.items():
         for world in spec.data:
             comparisons = [*_find_comparisons_in(claim, name, spec, world, arms)]
             if not comparisons:
                 raise UserError(
-                    f"parts.{name}.than: the grid has nothing but {_format_settings(spec.than)};"
-                    " what is compared with it?"
+                    f"parts.{name}.than: every arm of the grid has {_format_settings(spec.than)};"
+                    " add the value to compare it with to the grid"
                 )
-            found += comparisons
-    return found
+            yield from comparisons
 
 
 def _format_settings(settings: Selector | None) -> str:
@@ -190,13 +194,14 @@ def _no_pair(part: str, spec: PartSpec) -> UserError:
 def _check_lengths(part: str, horizon: str, group: list[tuple[Arm, Arm]]) -> None:
     if len({arm.tokens for arm, _ in group}) < MIN_POINTS:
         raise UserError(
-            f"parts.{part}: {horizon} is measured over {MIN_POINTS} lengths of training or more"
+            f"parts.{part}.horizon: {horizon} needs {MIN_POINTS} lengths of training or more in"
+            " the grid, such as train.steps: 1000,2000,4000"
         )
     for arm in itertools.chain(*group):
         if not is_annealed(arm.config.optim):
             raise UserError(
-                f"parts.{part}: {horizon} needs whole schedules, and the learning rate of"
-                f" {arm.name} is not annealed"
+                f"parts.{part}.horizon: {horizon} needs annealed schedules, and {arm.name} has"
+                " another: set optim.schedule: cosine"
             )
 
 

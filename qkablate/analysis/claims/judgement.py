@@ -16,7 +16,7 @@ from qkablate.analysis.claims.verdict import (
     spend_alpha,
 )
 from qkablate.analysis.comparison.audit import (
-    BROKEN,
+    INVALID,
     LIMITS,
     NOTE,
     OK,
@@ -157,14 +157,16 @@ def judge_claim(claim: Claim, study: Study, exploratory: list[str]) -> Judgement
     alpha = dict(zip(claim.seeds, spend_alpha(claim.seeds), strict=True)).get(n, ALPHA)
     reasons = [*exploratory]
     if not exploratory and not _has_derived_seeds(claim, manifest, n):
-        reasons.append("these runs do not have the seeds derived from its hash")
+        reasons.append("the seeds of these runs were not derived from the claim's hash")
     if n not in claim.seeds:
-        reasons.append(f"{n} seeds, and {' or '.join(map(str, claim.seeds))} were declared")
+        reasons.append(
+            f"{n} seeds were run, but {' or '.join(map(str, claim.seeds))} were declared"
+        )
     reasons += [
         f"{judged.part.name}: {check.name}: {check.message}"
         for judged in parts
         for check in judged.checks
-        if check.state == BROKEN
+        if check.state == INVALID
     ]
     is_measured = all(arm in solo and len(solo[arm]) >= n for arm in alone)
     if not (study.is_complete and is_measured):
@@ -211,7 +213,7 @@ def _audit_part(
     if unmeasured := [run.seed_label for gap in gaps for run in measure.find_unmeasured(gap)]:
         pairs = f"{len(unmeasured)} of {sum(len(gap.runs) for gap in gaps)} pairs"
         text = f"the {measure.noun} of {pairs} is not known: {', '.join(unmeasured)}"
-        lost = AuditCheck("pairs", BROKEN, text)
+        lost = AuditCheck("pairs", INVALID, text)
         checks = [lost if check.name == "pairs" else check for check in checks]
     if measure.unit is not Unit.NATS:
         text = f"the rates were tuned for the validation loss, not for {measure.noun}"
@@ -332,8 +334,8 @@ def judge_looks(claim: Claim, out: str) -> list[Judgement]:
         )
     if registration.statistics != STATISTICS:
         reasons.append(
-            f"registered under statistics {registration.statistics}, and judged by {STATISTICS}:"
-            " docs/study/registrations.md"
+            f"registered under version {registration.statistics} of the statistics, and judged by"
+            f" version {STATISTICS}: docs/study/registrations.md"
         )
     try:
         looks = reversed(registration.sweeps.values())

@@ -86,18 +86,19 @@ class Measure:
             has_accuracy = has_masks(arm.config.data) and self.name == "accuracy"
             if self.needs_task and source in TEXT_SOURCES and not has_accuracy:
                 raise UserError(
-                    f"{where}: {self.name} is measured on tasks, and {source} is a text;"
-                    " data: induction"
+                    f"{where}: {self.name} is defined on tasks alone, and {source} is a text; add"
+                    " data: induction to the part"
                 )
             if self.is_solo and source not in TEXT_SOURCES:
                 raise UserError(
-                    f"{where}: {self.name} is measured on a text, and {source} is a task"
+                    f"{where}: {self.name} is measured on text alone, and {source} is a task; leave"
+                    " out data"
                 )
             if self.needs_curve and steps // every < MIN_READINGS:
                 raise UserError(
-                    f"{where}: {self.name} needs {MIN_READINGS} readings of the loss or more, and"
+                    f"{where}: {self.name} needs {MIN_READINGS} evaluations or more, and"
                     f" train.eval_every={every} gives {steps // every} on {source};"
-                    f" train.eval_every={max(1, steps // (2 * MIN_READINGS))}"
+                    f" set train.eval_every={max(1, steps // (2 * MIN_READINGS))}"
                 )
             if self.arm_cost is not None and not self.arm_cost(arm):
                 raise UserError(f"{where}: {arm.name} has no {self.noun}")

@@ -67,7 +67,7 @@ def load_claim(word: str, scale: str = "small", words: Mapping[str, str] | None 
 
 
 def _check_repetition(node: Any) -> None:
-    """Raise UserError for a key that is given twice: YAML keeps the last one without a word."""
+    """Raise UserError for a key that is given twice: YAML silently keeps the last one."""
     pairs = node.value if isinstance(node, yaml.MappingNode) else []
     keys = [key.value for key, _ in pairs]
     for key in keys:
@@ -150,8 +150,8 @@ def parse_claim(name: str, content: Any, scale: str, words: Mapping[str, str]) -
     for key, spec in specs.items():
         if spec.measure.sample is Median and seeds[0] < MIN_OF_MEDIAN:
             raise UserError(
-                f"parts.{key}.of: {spec.of} is told by a median, which takes {MIN_OF_MEDIAN} seeds"
-                f" or more, and the claim has {seeds[0]}"
+                f"parts.{key}.of: {spec.of} is compared by a median, which needs {MIN_OF_MEDIAN}"
+                f" seeds or more; this claim has {seeds[0]}"
             )
     minutes = _number(content.get("minutes"))
     if content.get("minutes") is not None and not 0 < (minutes or 0) < 1e6:
@@ -214,7 +214,10 @@ def _part(name: str, value: Any, grid: Mapping[str, str], worlds: Sequence[str])
     for key, choices in _PART_CHOICES.items():
         _check_choice(f"{where}.{key}", value[key], choices)
     if "adjust" in given and value["axis"] == "tokens":
-        raise UserError(f"{where}.adjust: {value['adjust']} pays for axis=params or axis=flops")
+        raise UserError(
+            f"{where}.adjust: {value['adjust']} has no effect at axis: tokens; set axis: params or"
+            " axis: flops"
+        )
     _check_margin(where, value)
     _check_question(where, value)
     data = value["data"] if isinstance(value["data"], list) else [value["data"]]
@@ -226,7 +229,7 @@ def _part(name: str, value: Any, grid: Mapping[str, str], worlds: Sequence[str])
         raise UserError(f"{where}.arm: is required")
     sides = {key: _selector(f"{where}.{key}", value[key], grid) for key in ("arm", "against")}
     if sides["arm"] == sides["against"] and value["than"] is None:
-        raise UserError(f"{where}.against: it is the arm itself")
+        raise UserError(f"{where}.against: is the same as arm; name another one")
     than = None if value["than"] is None else _selector(f"{where}.than", value["than"], grid)
     if than is not None and "variant" in than:
         raise UserError(
@@ -243,13 +246,15 @@ def _check_margin(where: str, part: Mapping[str, Any]) -> None:
         raise UserError(f"{where}.margin: '{part['margin']}' is not a number, 0 or more")
     unit = MEASURES[part["of"]].unit
     if unit is Unit.NATS and margin > MOST_NATS:
-        raise UserError(f"{where}.margin: {margin:g} nats are more than any experiment could show")
+        raise UserError(
+            f"{where}.margin: {margin:g} nats is too large (allowed: up to {MOST_NATS:g})"
+        )
     if unit is Unit.SHARE and margin >= 1:
-        raise UserError(f"{where}.margin: {margin:g} is more than all answers; 0.05 is 5 %")
+        raise UserError(f"{where}.margin: {margin:g} is not a share below 1; write 5 % as 0.05")
     if MEASURES[part["of"]].is_censored and margin > MOST_RATIO:
         raise UserError(
-            f"{where}.margin: of a run that does not reach the loss it is only known that it takes"
-            f" more than {1 + MOST_RATIO:g} times as many; {MOST_RATIO:g} at most"
+            f"{where}.margin: {margin:g} is above {MOST_RATIO:g}; a run that never reaches the loss"
+            f" is only known to need more than {1 + MOST_RATIO:g} times as many"
         )
     if margin == 0 and kind in ("noninferior", "equivalent"):
         raise UserError(f"{where}.margin: {kind} needs a margin above 0")
@@ -261,19 +266,29 @@ def _check_question(where: str, part: Mapping[str, Any]) -> None:
     """Raise UserError for a question that a measure has no answer to."""
     of, measure = part["of"], MEASURES[part["of"]]
     if part["kind"] not in measure.kinds:
-        raise UserError(f"{where}.of: a {of} is {' or '.join(measure.kinds)}")
+        allowed = ", ".join(measure.kinds)
+        raise UserError(f"{where}.kind: {part['kind']} does not suit of: {of} (allowed: {allowed})")
     horizon = part["horizon"]
     if horizon in OVER_LENGTHS and of != "gap":
-        raise UserError(f"{where}.horizon: {horizon} is that of a gap, not of {of}")
+        raise UserError(f"{where}.horizon: {horizon} is defined for of: gap alone, not for {of}")
     if horizon != "longest" and not measure.is_of_runs:
         raise UserError(f"{where}.horizon: {of} does not depend on the length of training")
     if part["than"] is not None and measure.is_censored:
-        raise UserError(f"{where}.than: runs that do not reach the loss have no {of} to subtract")
+        raise UserError(
+            f"{where}.than: does not suit of: {of}; runs that never reach the loss have no value to"
+            " subtract"
+        )
     if of == "params" and part["axis"] == "params":
-        raise UserError(f"{where}.axis: equal parameters are equal; of: params needs another axis")
+        raise UserError(
+            f"{where}.axis: of: params cannot be compared at equal params; set axis: tokens or"
+            " axis: flops"
+        )
     if part["than"] is not None and (measure.pair_cost is None or horizon in OVER_LENGTHS):
         what = horizon if horizon in OVER_LENGTHS else of
-        raise UserError(f"{where}.than: {what} has no value for each pair of runs to subtract")
+        raise UserError(
+            f"{where}.than: {what} has no value per pair of runs that could be subtracted; leave"
+            " out than"
+        )
 
 
 def _check_choice(where: str, word: Any, choices: Iterable[str]) -> None:

@@ -61,9 +61,9 @@ class Registration:
         path = self.folder / f"n{seeds}"
         if path.is_symlink() and path.resolve() != sweep.resolve():
             raise UserError(
-                f"'{path}' is {path.resolve().name}, and here it would be {sweep.name}: data,"
-                " device, matmul, precision or this program differ; another out=FOLDER keeps them"
-                " apart"
+                f"'{path}' is sweep {path.resolve().name}, but these settings give {sweep.name}:"
+                " data, device, matmul, precision or the version of qkablate differ; use another"
+                " out=FOLDER"
             )
         link_atomic(path, sweep)
 

@@ -23,8 +23,8 @@ TOLERANCE = 0.01  # relative difference of parameters or FLOPs that counts as ma
 _DOCUMENTS = {**dict.fromkeys(PAIRS_OF_FILES, "files"), "pairs": "pairs"}
 
 # In order: fine; worth knowing; may have moved the gap; not comparable.
-STATES = OK, NOTE, WARNING, BROKEN = "ok", "note", "warning", "broken"
-MARKS = {OK: "", NOTE: "·", WARNING: "!", BROKEN: "✗"}
+STATES = OK, NOTE, WARNING, INVALID = "ok", "note", "warning", "invalid"
+MARKS = {OK: "", NOTE: "·", WARNING: "!", INVALID: "✗"}
 Sides = tuple[Entry, Entry]  # arm and baseline
 Pairs = list[tuple[Record, Record]]
 Answer = tuple[str, str]  # state and message
@@ -41,7 +41,7 @@ class AuditCheck:
 
     @property
     def is_warning(self) -> bool:
-        return self.state in (WARNING, BROKEN)
+        return self.state in (WARNING, INVALID)
 
 
 def is_annealed(optim: OptimConfig) -> bool:
@@ -72,11 +72,11 @@ def audit(
         "learning rate": _check_rates(sides, curves, margin or detectable, in_claim),
         "annealed": _check_annealing(sides),
         "matched": _check_matching(sides, axis),
-        "start": _check_start(sides),
+        "initialization": _check_initialization(sides),
         "floor": _check_floor(gap, margin),
         "n-grams": _check_ngrams(gap),
         "precision": _check_equality("precision", done, WARNING),
-        "data": _check_equality("data_fingerprint", done, BROKEN),
+        "data": _check_equality("data_fingerprint", done, INVALID),
         "documents": _check_documents(gap, done, margin),
         "code": _check_equality_in_pairs(
             pairs, lambda r: f"{r.facts['code']} (torch {r.facts['torch']})"
@@ -125,8 +125,8 @@ def _check_completeness(sides: Sides) -> Answer:
                 seeds = ", ".join(record.seed_label for record in records)
                 missing.append(f"{entry.name}: {len(records)} {status} ({seeds})")
     if missing:
-        is_broken = any(entry.with_status("damaged") for entry in sides)
-        return BROKEN if is_broken else WARNING, "; ".join(missing)
+        is_invalid = any(entry.with_status("damaged") for entry in sides)
+        return INVALID if is_invalid else WARNING, "; ".join(missing)
     return OK, f"all {sum(len(entry.records) for entry in sides)} are done"
 
 
@@ -230,7 +230,7 @@ def _format_rotated(entry: Entry) -> str:
     return "all dimensions of a head" if dims is None else f"{dims} dimensions of their own"
 
 
-def _check_start(sides: Sides) -> Answer:
+def _check_initialization(sides: Sides) -> Answer:
     texts, rated = [], []
     state = OK
     for entry in sides:

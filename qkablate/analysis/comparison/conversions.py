@@ -1,6 +1,7 @@
 """Conversions of trained runs to other variants: errors of the projection, and what they cost.
 
-The cost is a gap to the same runs trained on in their own variant, at once and after fine-tuning.
+The cost is the gap, before and after fine-tuning, to the same runs trained further in their own
+variant.
 """
 
 import math
@@ -14,7 +15,7 @@ from qkablate.analysis.stats import Sample
 from qkablate.analysis.study.loss_curves import START
 from qkablate.analysis.study.study import Entry, Record, Study
 from qkablate.runs.records import is_number, read_json
-from qkablate.runs.run import PROJECTION_LOSSES
+from qkablate.runs.run import PROJECTION_ERRORS
 
 ERRORS = ("qk_scores", "ov_output")
 
@@ -28,8 +29,8 @@ class Conversion:
     params: int  # without embeddings
     params_percent: float | None  # of those of the trained model
     errors: dict[str, float] | None  # relative, root mean square over layers and runs
-    at_once: Sample  # validation loss before the first step, of each run
-    at_once_gap: Sample
+    before_finetuning: Sample  # validation loss before the first step, of each run
+    gap_before_finetuning: Sample
     val: Sample  # after fine-tuning
     val_gap: Sample
     test_gap: Sample
@@ -41,8 +42,8 @@ class Conversion:
 class Conversions:
     """A trained model, which may have several seeds, and the variants that it was converted to."""
 
-    baseline: Entry  # its own runs, trained on in their own variant
-    at_once: Sample  # their validation loss before the first step
+    baseline: Entry  # its own runs, trained further in their own variant
+    before_finetuning: Sample  # their validation loss before the first step
     val: Sample
     variants: list[Conversion]  # the smallest loss after fine-tuning first
 
@@ -54,11 +55,13 @@ def find_conversions(study: Study) -> list[Conversions]:
         gaps = [gap for gap in family.gaps if gap.arm.arm.is_finetuned]
         if gaps and family.baseline.arm.is_finetuned:
             records = [*family.baseline.records.values()]
-            at_once, val = (_sample(map(read, records)) for read in (_initial_loss, _final_loss))
+            before_finetuning, val = (
+                _sample(map(read, records)) for read in (_initial_loss, _final_loss)
+            )
             variants = sorted(
                 map(_describe, gaps), key=lambda c: (c.val.mean if c.val.n else math.inf, c.params)
             )
-            found.append(Conversions(family.baseline, at_once, val, variants))
+            found.append(Conversions(family.baseline, before_finetuning, val, variants))
     return found
 
 
@@ -73,8 +76,10 @@ def _describe(gap: Gap) -> Conversion:
         params=arm.arm.params,
         params_percent=100 * arm.arm.params / baseline.arm.params if baseline.arm.params else None,
         errors=_mean_errors(record.folder for record in records),
-        at_once=_sample(map(_initial_loss, records)),
-        at_once_gap=_sample(_difference(_initial_loss(a), _initial_loss(b)) for a, b in known),
+        before_finetuning=_sample(map(_initial_loss, records)),
+        gap_before_finetuning=_sample(
+            _difference(_initial_loss(a), _initial_loss(b)) for a, b in known
+        ),
         val=_sample(map(_final_loss, records)),
         val_gap=_sample(_difference(_final_loss(a), _final_loss(b)) for a, b in known),
         test_gap=gap.sample,
@@ -109,7 +114,7 @@ def _mean_errors(folders: Iterable[Path]) -> dict[str, float] | None:
 
 def _read_errors(folder: Path) -> list[dict[str, float]]:
     """Return the errors by layer that a run has recorded; [] if it has none or they are damaged."""
-    content = read_json(folder / "start" / PROJECTION_LOSSES)
+    content = read_json(folder / "start" / PROJECTION_ERRORS)
     layers = content if isinstance(content, list) else []
     if not all(
         isinstance(own, dict) and all(is_number(own.get(k)) for k in ERRORS) for own in layers

@@ -20,7 +20,7 @@ class Decision(StrEnum):
     EQUIVALENT = "equivalent"
     NOT_WORSE = "not worse"
     NO_DIFFERENCE_FOUND = "no difference found"
-    INSENSITIVE = "the experiment could not tell"  # the baseline did not beat the floor
+    INSENSITIVE = "insensitive"  # the baseline did not beat the floor
     FEW_PAIRS = f"too few pairs (under {MIN_PAIRS})"
     NO_PAIRS = "no pairs"
     ARM_DIVERGED = "arm diverged"

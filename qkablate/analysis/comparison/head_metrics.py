@@ -41,7 +41,7 @@ BY_IMPORTED_HEAD = BY_HEAD | {
 BY_TOKENS = {
     "qk/stable_rank": "stable rank of B",
     "attention/entropy": "entropy of attention, nats",
-    "qk/moved": "distance of B from its start",
+    "qk/moved": "distance of B from its initialization",
 }
 ROUNDING = {
     "attention/rounding": "in the precision of training",

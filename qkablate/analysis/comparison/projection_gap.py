@@ -19,7 +19,7 @@ from qkablate.errors import UserError
 from qkablate.runs.records import decode_row, is_number, read_config, read_result, sha256
 from qkablate.runs.run import check_identity
 
-PARTS = ("at_once", "finetuned", "scratch", "training")
+PARTS = ("before_finetuning", "finetuned", "scratch", "training")
 Losses = dict[str, float | None]  # by split
 
 
@@ -27,7 +27,7 @@ Losses = dict[str, float | None]  # by split
 class ProjectionGap:
     """Losses of four runs and the gaps between them, in nats; None where one is missing."""
 
-    at_once: Losses  # validation loss before the first step, of parent and projected
+    before_finetuning: Losses  # validation loss before the first step, of parent and projected
     loss: dict[str, Losses]
     gap: dict[str, Losses]
 
@@ -36,16 +36,19 @@ def decompose_gap(
     parent: Path, continued: Path, projected: Path, scratch: Path | None
 ) -> ProjectionGap:
     """Return the losses of the four runs and the parts of the gap."""
-    at_once = {"parent": _initial_loss(continued), "projected": _initial_loss(projected)}
+    before_finetuning = {"parent": _initial_loss(continued), "projected": _initial_loss(projected)}
     runs = {"parent": parent, "continued": continued, "projected": projected, "scratch": scratch}
     losses = {name: _losses(folder) for name, folder in runs.items()}
     gaps = {
-        "at_once": {"val": _difference(at_once["projected"], at_once["parent"]), "test": None},
+        "before_finetuning": {
+            "val": _difference(before_finetuning["projected"], before_finetuning["parent"]),
+            "test": None,
+        },
         "finetuned": _gap(losses["projected"], losses["continued"]),
         "scratch": _gap(losses["scratch"], losses["parent"]),
     }
     gaps["training"] = _gap(gaps["scratch"], gaps["finetuned"])
-    return ProjectionGap(at_once, losses, gaps)
+    return ProjectionGap(before_finetuning, losses, gaps)
 
 
 def runs_at_rates(folder: Path, identity: Mapping[str, Any]) -> dict[float, Path]:

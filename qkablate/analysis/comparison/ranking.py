@@ -48,7 +48,7 @@ class Ranking:
     """Ranks of the arms of one size under one control."""
 
     equal: str  # tokens, params, flops
-    adjusted: str  # the size that pays for it
+    adjusted: str  # the size that is adjusted for it
     size: str  # name of the baseline
     ranks: list[Rank]
     unranked: list[str]  # with reasons
@@ -111,8 +111,8 @@ class FrontArm:
     arm: str
     cost: float
     mean: float
-    on_front: bool
-    surely: bool  # False: another arm beats its mean, but its runs leave open whether truly
+    is_optimal: bool  # no other arm has a lower mean at the same cost or less
+    is_significant: bool  # False: another one has, but the difference is not significant
 
 
 @dataclass(frozen=True)
@@ -128,8 +128,8 @@ def find_fronts(study: Study, milliseconds: Mapping[str, float]) -> list[Front]:
     """Find the arms that no arm of the same tokens and data beats at the same cost or less.
 
     The rates of one arm compete on validation loss, so that the test loss of the best is not the
-    luckiest of several. That an arm is surely beaten is adjusted by Holm over all pairs of runs
-    with any rate and by any cost: it is false of some arm in at most 5 % of studies.
+    luckiest of several. That an arm is dominated is adjusted by Holm over all pairs of arms at any
+    rate and for any cost: in at most 5 % of studies it is said of an arm that is not.
     """
     planes: list[tuple[int, str, list[Priced]]] = []
     groups: dict[tuple[int, str], list[Entry]] = {}
@@ -149,18 +149,18 @@ def find_fronts(study: Study, milliseconds: Mapping[str, float]) -> list[Front]:
         for (entry, cost), (other, price) in itertools.permutations(priced, 2)
         if price <= cost
     }
-    beaten = find_surely_beaten(gaps)
+    dominated = find_dominated(gaps)
     fronts = []
     for tokens, cost, priced in planes:
         best = {id(entry) for entry in _best_rates([entry for entry, _ in priced])}
         chosen = [(entry, price) for entry, price in priced if id(entry) in best]
-        arms = [_place_on_front(entry, price, chosen, beaten) for entry, price in chosen]
+        arms = [_place_on_front(entry, price, chosen, dominated) for entry, price in chosen]
         arms.sort(key=lambda arm: (arm.cost, arm.mean))
         fronts.append(Front(tokens, cost, arms))
     return fronts
 
 
-def find_surely_beaten(gaps: Mapping[tuple[str, str], Sample]) -> set[tuple[str, str]]:
+def find_dominated(gaps: Mapping[tuple[str, str], Sample]) -> set[tuple[str, str]]:
     """Return the pairs (arm, other) whose gap is positive, by one-sided tests and Holm."""
     p_values = [sample.p_above(0) if sample.n >= MIN_PAIRS else 1.0 for sample in gaps.values()]
     return {pair for pair, p in zip(gaps, holm(p_values), strict=True) if p < ALPHA}
@@ -192,18 +192,18 @@ def _costs(arm: Arm, milliseconds: Mapping[str, float]) -> dict[str, float | Non
 
 
 def _place_on_front(
-    entry: Entry, cost: float, priced: list[Priced], beaten: set[tuple[str, str]]
+    entry: Entry, cost: float, priced: list[Priced], dominated: set[tuple[str, str]]
 ) -> FrontArm:
     mean = entry.sample.mean
-    beaten_by = [
+    better = [
         other.name
         for other, price in priced
         if price <= cost
         and other.sample.mean <= mean
         and (price, other.sample.mean) != (cost, mean)
     ]
-    surely = not beaten_by or any((entry.name, name) in beaten for name in beaten_by)
-    return FrontArm(entry.name, cost, mean, not beaten_by, surely)
+    is_significant = not better or any((entry.name, name) in dominated for name in better)
+    return FrontArm(entry.name, cost, mean, not better, is_significant)
 
 
 def read_times(path: str, study: Study) -> dict[str, float]:

@@ -244,7 +244,7 @@ def refuse_malformed(name: Path | str) -> Iterator[None]:
 def damaged(path: Path | str, error: BaseException) -> UserError:
     """Return the error of an archive that cannot be read."""
     reason = sanitize(" ".join(str(error).split()) or type(error).__name__)
-    return UserError(f"'{path}' is no archive of runs, or damaged: {reason[:200]}")
+    return UserError(f"'{path}' is not an archive of runs, or is damaged: {reason[:200]}")
 
 
 def _read_checksums(folder: Path) -> dict[str, list[str]]:

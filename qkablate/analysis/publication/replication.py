@@ -45,7 +45,7 @@ class PartAgreement:
 
     @property
     def agrees(self) -> bool:
-        """True if the interval of the difference holds zero; an unknown one agrees with nothing."""
+        """True if the interval of the difference is known, and contains zero."""
         return self.interval is not None and self.interval[0] <= 0 <= self.interval[1]
 
 

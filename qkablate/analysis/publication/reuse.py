@@ -78,7 +78,7 @@ def count_published(archive: Archive, manifest: Manifest) -> int:
 
 
 def note_tuning(archive: Archive, manifest: Manifest) -> None:
-    """Say if arms are tuned in a rate more than when the archive was written."""
+    """Warn about arms with one more tuned rate than when the archive was written."""
     with refuse_malformed(archive.name):
         published = [look["manifest"]["arms"] for look in archive.looks.values()]
         names = [

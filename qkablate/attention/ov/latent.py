@@ -58,7 +58,7 @@ class LatentOV(OV):
         self.w_v.copy_(draw("w_v", self.w_v.shape, fan_in=self.spec.d_keys) * self.v_gain)
 
     def flops_per_key(self) -> int:
-        """Return those of W_v, unless the outputs absorb it."""
+        """Return the FLOPs of W_v per key, unless the outputs absorb it."""
         return 2 * self.w_v.numel() * self.is_by_head
 
     def values(self, y_BSD: Tensor, k_BGSE: Tensor) -> Tensor:

@@ -45,8 +45,8 @@ _FREE_SIDE: dict[type[Circuit], tuple[bool, bool]] = {
 class HeldPart:
     """Root mean square errors of a layer in another form, relative to the layer's; 0 is exact."""
 
-    scores: float  # as ProjectionLoss.qk_scores
-    output: float  # as ProjectionLoss.ov_output
+    scores: float  # as ProjectionErrors.qk_scores
+    output: float  # as ProjectionErrors.ov_output
     scores_H: list[float]  # relative to those of the head
     output_H: list[float]
 
@@ -89,7 +89,7 @@ class LayerMeasure:
 
     @torch.no_grad()
     def measure(self, target: Attention) -> HeldPart:
-        """Return what a form to which there is no obstacle loses. `target` needs no values."""
+        """Return the layer's error in the form of `target`, which may be on the meta device."""
         heads, source = self.source.qk.spec.heads, self.source
         if target.ov.reads_keys and not has_same_outputs(source, target):
             return self._measure_jointly(target)

@@ -1,4 +1,4 @@
-"""Project a trained attention layer onto another variant, exactly or with the least loss.
+"""Project a trained attention layer onto another variant, exactly or with the least error.
 
 The freedom of the target is used to lose less: the factors within a head are chosen freely
 (`set_circuit_`), heads are permuted where they are tied to slices of the stream, and errors are
@@ -26,7 +26,7 @@ HeadErrors = tuple[Tensor, Tensor]  # squared relative errors per head: by entri
 
 
 @dataclass(frozen=True)
-class ProjectionLoss:
+class ProjectionErrors:
     """Relative errors of the projection of one layer; 0 is exact."""
 
     qk: float  # Frobenius norm of all B_h
@@ -38,12 +38,12 @@ class ProjectionLoss:
 
 @torch.no_grad()
 def convert(source: QK, target: QK) -> float:
-    """Fit `target` to the scores of `source`, as closely as its form allows; return relative loss.
+    """Fit `target` to the scores of `source`, as closely as it can; return the relative error.
 
     Raises UnsupportedCombination where a circuit is not a matrix or cannot be set.
     """
     b_HDD, u_HD = scaled_circuit(source)
-    if u_HD is not None:  # a form without biases loses it, which counts as loss
+    if u_HD is not None:  # a form without biases loses it, which counts as error
         u_HD = u_HD / target.scale if target.spec.bias else None
     target.set_circuit_(b_HDD / target.scale, u_HD)
     norm = torch.linalg.vector_norm(b_HDD).clamp(min=torch.finfo(b_HDD.dtype).tiny)
@@ -131,30 +131,35 @@ def compute_moments(
 
 
 @torch.no_grad()
-def project_layer(source: Attention, target: Attention, moments: Moments | None) -> ProjectionLoss:
+def project_layer(
+    source: Attention, target: Attention, moments: Moments | None
+) -> ProjectionErrors:
     """Set `target` to the part of `source` it can hold; the same form needs no moments.
 
     Raises UnsupportedCombination where a circuit is not a matrix or cannot be set.
     """
     if is_same_form(source, target):
         target.load_state_dict(source.state_dict())
-        return ProjectionLoss(0.0, 0.0, 0.0, 0.0, tuple(range(source.qk.spec.heads)))
+        return ProjectionErrors(0.0, 0.0, 0.0, 0.0, tuple(range(source.qk.spec.heads)))
     assert moments is not None
     if reason := find_obstacle(source, target):
         raise UnsupportedCombination(reason)
-    # In fp64, so that the loss is due to the form alone.
+    # In fp64, so that the error is due to the form alone.
     source_64, target_64 = (copy.deepcopy(layer).double() for layer in (source, target))
     heads = assign_heads(source_64, target_64, moments)
     qk = set_scores_(source_64, target_64, heads, moments)
     ov = set_output_(source_64, target_64, heads, moments)
     target.load_state_dict(target_64.state_dict())
-    qk_loss, qk_scores, ov_loss, ov_output = (float(e.sum().sqrt()) for e in (*qk, *ov))
-    return ProjectionLoss(qk_loss, qk_scores, ov_loss, ov_output, tuple(heads))
+    qk_error, qk_scores, ov_error, ov_output = (float(e.sum().sqrt()) for e in (*qk, *ov))
+    return ProjectionErrors(qk_error, qk_scores, ov_error, ov_output, tuple(heads))
 
 
 @torch.no_grad()
 def find_obstacle(source: Attention, target: Attention) -> str:
-    """Return why `source` cannot be projected onto `target`; empty if it can. Needs no values."""
+    """Return why `source` cannot be projected onto `target`; empty if it can.
+
+    Both may be on the meta device.
+    """
     source, target = (copy.deepcopy(layer).to("meta") for layer in (source, target))
     identity = list(range(source.qk.spec.heads))
     try:
@@ -216,7 +221,7 @@ def is_same_circuit(first: Circuit, second: Circuit) -> bool:
 
 @torch.no_grad()
 def assign_heads(source: Attention, target: Attention, moments: Moments) -> list[int]:
-    """Return the source head for each position of the target with the least total loss.
+    """Return the source head for each position of the target with the least total error.
 
     Heads move only if they are tied to slices of the stream, and to nothing else.
     """

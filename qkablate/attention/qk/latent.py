@@ -101,7 +101,7 @@ class LatentQK(QK):
         return by_head(self.w_q, heads), self.w_c @ by_head(self.w_k, heads)
 
     def flops_per_key(self) -> int:
-        """Return those of W_c, and of W_k unless the queries absorb it."""
+        """Return the FLOPs per key of W_c, and of W_k unless the queries absorb it."""
         return 2 * (self.w_c.numel() + self.w_k.numel() * self.is_by_head)
 
     def set_circuit_(self, b_HDD: Tensor, u_HD: Tensor | None = None) -> None:

@@ -148,14 +148,14 @@ class NoK(_OneSidedQK):
 
 
 class Uniform(QK):
-    """All scores are 0, so every visible position has the same weight: a lower bound."""
+    """All scores are 0: every visible position has the same weight, the floor for baselines."""
 
     factors = 1
     match = "none"
     equation = "score = 0"
     params = "0"
     removes = "W_q, W_k, scores"
-    source = "lower bound"
+    source = "floor"
     cached = ""
     can_start_symmetric = True  # it has no W_q and W_k that could differ
     scores_are_zero = True  # with any position but alibi

@@ -140,7 +140,7 @@ class Task:
         if answers != self.length:
             raise ImpossibleConfig(
                 f"model.context: {self.length} given, but an answer of data={self.name} has"
-                f" data.{key}={answers} tokens; model.context={answers}"
+                f" data.{key}={answers} tokens; set model.context={answers}"
             )
         if answers > self.source:
             raise ImpossibleConfig(

@@ -10,20 +10,20 @@ from qkablate.report.text.projection import conversion_tables
 
 _LABEL_WIDTH, _LABEL_HEIGHT = 0.2, 0.045  # of a panel
 _TITLES = {
-    "at once": "At once, before fine-tuning",
+    "before": "Before fine-tuning",
     "after": "After fine-tuning",
 }
 
 
 def conversion_chart(section: Section) -> Chart | None:
-    """Chart the validation loss of each variant by its parameters, at once and fine-tuned."""
+    """Chart the validation loss of each variant by its parameters, before and after fine-tuning."""
     conversions = find_conversions(section.study)
     if not conversions:
         return None
     panels, counts = [], []
     for found in conversions:
         for (when, title), baseline in zip(
-            _TITLES.items(), (found.at_once, found.val), strict=True
+            _TITLES.items(), (found.before_finetuning, found.val), strict=True
         ):
             if baseline.n and (rows := _rows(found.variants, when, baseline)):
                 name = f": {found.baseline.name}" if len(conversions) > 1 else ""
@@ -33,7 +33,7 @@ def conversion_chart(section: Section) -> Chart | None:
         "Mean validation loss by parameters without embeddings, in percent of the trained model's."
         f" Dashed: the trained model itself. Bar: 95 % interval of the paired gap to it"
         f" ({format_n(counts)}). Lower left is better; a variant on"
-        " the dashed line holds all that the model does."
+        " the dashed line loses nothing of the model."
     )
     table = conversion_tables(section.study)[0] if len(conversions) == 1 else None
     return Chart("conversions", "Conversions to other variants", caption, panels, table)
@@ -42,7 +42,11 @@ def conversion_chart(section: Section) -> Chart | None:
 def _rows(conversions: list[Conversion], when: str, baseline: Sample) -> list[Spec]:
     rows = []
     for own in conversions:
-        loss, gap = (own.at_once, own.at_once_gap) if when == "at once" else (own.val, own.val_gap)
+        loss, gap = (
+            (own.before_finetuning, own.gap_before_finetuning)
+            if when == "before"
+            else (own.val, own.val_gap)
+        )
         if loss.n and gap.n and own.params_percent is not None:
             interval = gap.interval()
             low, high = interval or (None, None)

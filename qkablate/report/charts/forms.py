@@ -1,4 +1,4 @@
-"""Heat maps of what forms lose of an imported model: forms × layers."""
+"""Heat maps of the approximation errors of an imported model: variants × layers."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -6,7 +6,7 @@ from typing import Any
 from qkablate.report.charts import base
 from qkablate.report.charts.base import Chart, ChartPanel, Spec
 from qkablate.report.section import Section
-from qkablate.report.text.forms import SIDES, format_error, make_form_tables
+from qkablate.report.text.forms import SIDES, format_relative_error, make_form_tables
 from qkablate.report.text.table import Table
 from qkablate.table import format_list
 
@@ -18,7 +18,7 @@ _MAX_CELLS = 4_000  # of all maps
 
 
 def form_chart(section: Section) -> Chart | None:
-    """Chart the errors of scores and outputs of each form and layer."""
+    """Chart the errors of scores and outputs of each variant and layer."""
     measured = {n: i.forms for n, i in section.inspections.items() if i.forms is not None}
     if not measured:
         return None
@@ -32,9 +32,10 @@ def form_chart(section: Section) -> Chart | None:
                 panels.append(ChartPanel(f"{title}{suffix}", _map_spec(rows, forms)))
     sources = format_list(list(dict.fromkeys(forms["tokens"] for forms in measured.values())))
     caption = (
-        f"Error of each layer in the closest form, on {sources}: root mean square relative to the"
-        " layer's own scores or outputs, without any training. Dark blue: exact. Forms are sorted"
-        " by the larger of their two errors; the column of a layer shows where a form loses most."
+        f"Error of each layer in the variant's closest circuits, on {sources}: root mean square"
+        " relative to the layer's own scores or outputs, without training. Dark blue: exact."
+        " Variants are sorted by the larger of their two errors; the column of a layer shows where"
+        " a variant loses most."
     )
     if cells > _MAX_CELLS:
         caption += " Only the first maps are shown."
@@ -42,22 +43,26 @@ def form_chart(section: Section) -> Chart | None:
     columns = tables[0].columns
     rows_of = [row for table in tables for row in table.rows]
     table = Table(tables[0].title, columns, rows_of, tables[0].notes)
-    return Chart("forms", "What other forms hold", caption, panels, table)
+    return Chart("forms", "Approximation errors of other variants", caption, panels, table)
 
 
 def _cells(forms: Mapping[str, Any], side: str) -> list[Spec]:
     limit = forms["exact_below"]
     return [
         {
-            "form": form["variant"],
+            "variant": form["variant"],
             "layer": layer,
             "error": base.round_digits(held[side], 3),
-            "label": format_error(held[side], limit).removeprefix("0").replace("exact", "0"),
+            "label": _label(held[side], limit),
         }
         for form in forms["forms"]
         for layer, held in enumerate(form["layers"])
         if held[side] is not None
     ]
+
+
+def _label(error: float, limit: float) -> str:
+    return format_relative_error(error, limit).removeprefix("0").replace("exact", "0")
 
 
 def _map_spec(rows: list[Spec], forms: Mapping[str, Any]) -> Spec:
@@ -72,8 +77,8 @@ def _map_spec(rows: list[Spec], forms: Mapping[str, Any]) -> Spec:
     axis = {"ticks": False, "domain": False, "labelAngle": 0, "labelLimit": 200}
     encoding = {
         "x": {"field": "layer", "type": "ordinal", "title": "layer", "axis": axis},
-        "y": {"field": "form", "type": "nominal", "sort": names, "title": None, "axis": axis},
-        "tooltip": base.make_tooltip(form="", layer="", error="relative error"),
+        "y": {"field": "variant", "type": "nominal", "sort": names, "title": None, "axis": axis},
+        "tooltip": base.make_tooltip(variant="", layer="", error="relative error"),
     }
     return {
         "data": {"values": rows},

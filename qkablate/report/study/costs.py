@@ -44,7 +44,7 @@ def _format_cost(judged: PartJudgement, text: str) -> str:
         return f"{text}: unknown"
     records = [r for gap in judged.gaps for entry in gap.sides for r in entry.records.values()]
     if spec.of == "accuracy" and min(record.accuracy or 0 for record in records) > _ALL:
-        return f"{text}: +0.000 accuracy, every run at 100 %"
+        return f"{text}: 0.000 accuracy lost, every run at 100 %"
     low, high = judged.interval(LEVEL)
     mean = judged.unit.natural(part.sample.mean)
     facts = [f"margin {spec.margin:g}"]
@@ -77,7 +77,7 @@ def format_compared(judged: PartJudgement) -> str:
 
 def _unit(spec: PartSpec) -> str:
     if spec.measure.unit is not Unit.NATS:
-        return spec.measure.noun
+        return f"{spec.measure.noun} lost"
     nats = "nats" if spec.of == "gap" else f"nats ({spec.measure.noun})"
     return nats + {"growth": " per doubling of tokens", "asymptote": " (extrapolated)"}.get(
         spec.horizon, ""

@@ -37,8 +37,8 @@ _LEGEND = (
     "Margin: the smallest difference that the claim counts. Attention: what standard gains by it in"
     " this setting. REFUTED: the interval excludes the claim. EQUIVALENT: it excludes the claim and"
     " lies within ± the margin. UNDERPOWERED: undecided. Answers hold at the learning rates used,"
-    " and most of them barring rare failed runs; each section has its conditions. A part with"
-    " another verdict than its claim shows it."
+    " and most of them barring rare failed runs; each section has its conditions. Parts"
+    " whose verdict differs from the claim's are marked with it."
 )
 _OTHER_SEEDS = "Other seeds would give other numbers; the intervals say by how much"
 _HOW = """
@@ -179,8 +179,8 @@ def _format_claim(studied: StudiedClaim, pictures: set[str], histories: set[str]
     lines += [_format_training(studied), ""]
     history = f" Earlier registrations: [{REGISTRATIONS}]({REGISTRATIONS}#{claim.name})."
     lines.append(
-        f"Registered {registration.when[:19]} with hash `{claim.hash[:12]}` under statistics"
-        f" {registration.statistics}." + history * (claim.name in histories)
+        f"Registered {registration.when[:19]} with hash `{claim.hash[:12]}` under version"
+        f" {registration.statistics} of the statistics." + history * (claim.name in histories)
     )
     return re.sub(r"\n{3,}", "\n\n", "\n".join(lines))
 

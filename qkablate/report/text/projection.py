@@ -52,8 +52,16 @@ def _print_scratch_note(run: dict[str, Any], name: str) -> None:
 
 
 def _print_losses(run: dict[str, Any], result: dict[str, Any]) -> None:
-    initial, loss, gap = run["at_once"], run["loss"], run["gap"]
-    losses = [["at once", "val", initial["parent"], initial["projected"], gap["at_once"]["val"]]]
+    initial, loss, gap = run["before_finetuning"], run["loss"], run["gap"]
+    losses = [
+        [
+            "before fine-tuning",
+            "val",
+            initial["parent"],
+            initial["projected"],
+            gap["before_finetuning"]["val"],
+        ]
+    ]
     for when, baseline, arm, part in (
         (f"after {format_count(result['steps'], 'step')}", "continued", "projected", "finetuned"),
         ("from scratch", "parent", "scratch", "scratch"),
@@ -104,7 +112,7 @@ def format_share(value: float) -> str:
 
 
 _COLUMNS = [
-    *("variant", "parameters", "QK scores", "OV output", "val at once", "gap"),
+    *("variant", "parameters", "QK scores", "OV output", "val before", "gap"),
     *("val after", "gap in test loss [95 %]", "runs"),
 ]
 
@@ -130,8 +138,8 @@ def conversion_tables(study: Study) -> list[Table]:
         notes = [
             "QK scores, OV output: relative error of the projection, root mean square over layers"
             " and runs, weighted by what each layer reads; 0 is exact",
-            f"at once: before the first step; after: {steps} of fine-tuning at learning rate"
-            f" {lr:g}. Gaps are to the trained model, which was trained on for as many steps",
+            f"before, after: {steps} of fine-tuning at learning rate {lr:g}. Gaps are to the"
+            " trained model, which was trained further for as many steps",
         ]
         if max((own.runs for own in found.variants), default=0) == 1:
             notes.append(
@@ -160,7 +168,7 @@ def conversions_to_json(study: Study) -> dict[str, Any]:
         "lr": config.optim.lr,
         "trained": {
             "arm": found.baseline.name,
-            "val_at_once": _plain(found.at_once),
+            "val_before_finetuning": _plain(found.before_finetuning),
             "val": _plain(found.val),
         },
         "variants": [
@@ -170,8 +178,8 @@ def conversions_to_json(study: Study) -> dict[str, Any]:
                 "params": own.params,
                 "params_percent": own.params_percent,
                 "errors": own.errors,
-                "val_at_once": _plain(own.at_once),
-                "gap_at_once": _plain(own.at_once_gap),
+                "val_before_finetuning": _plain(own.before_finetuning),
+                "gap_before_finetuning": _plain(own.gap_before_finetuning),
                 "val": _plain(own.val),
                 "val_gap": _plain(own.val_gap),
                 "test_gap": _plain(own.test_gap),
@@ -191,7 +199,7 @@ def _plain(sample: Sample) -> dict[str, Any]:
 
 def _baseline_row(found: Conversions) -> list[str]:
     arm = found.baseline.arm
-    losses = [_loss(found.at_once), "", _loss(found.val), ""]
+    losses = [_loss(found.before_finetuning), "", _loss(found.val), ""]
     return [f"{arm.variant} (trained)", f"{arm.params:,}", "", "", *losses, str(found.val.n)]
 
 
@@ -203,8 +211,8 @@ def _row(own: Conversion) -> list[str]:
         own.variant,
         f"{own.params:,} ({format_known(own.params_percent, '.0f')} %)",
         *shares,
-        _loss(own.at_once),
-        _gap(own.at_once_gap, with_interval=False),
+        _loss(own.before_finetuning),
+        _gap(own.gap_before_finetuning, with_interval=False),
         _loss(own.val),
         _gap(own.test_gap),
         f"{own.val.n}/{own.runs}{diverged}",

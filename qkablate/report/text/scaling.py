@@ -50,8 +50,9 @@ def make_scaling_tables(
             cells.append(_format_limit(summary.asymptote))
         rows.append([*cells, str(summary.seeds)])
     notes = [
-        "how many times as much the baseline needs for the arm's loss: above 1 the arm saves; of N"
-        " parameters after D tokens, or, of compute, for as many FLOPs at the best size of each",
+        "how many times the arm's compute, parameters or tokens the baseline needs for the same"
+        " loss; above 1 the arm saves. Compute: at equal FLOPs, each at its best size; the others:"
+        " at N parameters and D tokens",
         "gap at ∞ tokens: an extrapolation that takes one exponent for both arms. Intervals:"
         " jackknife over seeds, and the error of tuning; that a law may be the wrong one is not in"
         " them",

@@ -151,7 +151,7 @@ def _summarize_gaps(
     parts = [_PHRASES[word].format(_join(own), margin=nats) for word, own in names.items() if own]
     where = "on the same data and seeds"
     if any(entry.arm.is_finetuned for entry in section.entries.values()):
-        where = "trained on for as many steps from the same runs"
+        where = "both trained further for as many steps from the same runs"
     text = f"{compared} with {baselines} {where}, {'; '.join(parts)}"
     decided = [gap for gap in measured if gap.is_decided]
     scopes = {scope for gap in decided for scope in gap.scopes} - {RateScope.SIGN_DEPENDS}
@@ -164,7 +164,7 @@ def _summarize_gaps(
 def _describe_baselines(section: Section, gaps: list[GapSummary]) -> str:
     """Name the baselines that attention has not helped yet.
 
-    The floor is named beside "worse" alone: otherwise the experiment could not tell, which is said.
+    The floor is named with "worse" alone: otherwise the decision is "insensitive" already.
     """
     behind = {
         "beat the best n-gram": [gap for gap in gaps if gap.before_attention],
@@ -187,7 +187,8 @@ _PHRASES: dict[str, str] = {
     Decision.ARM_DIVERGED: "runs diverged for {}",
     Decision.BASELINE_DIVERGED: "baseline runs diverged in pairs with {}",
     Decision.NO_DIFFERENCE_FOUND: "no difference was found for {}",
-    Decision.INSENSITIVE: "the baseline beats `uniform` too little to tell for {}",
+    Decision.INSENSITIVE: "the experiment is insensitive for {}, as the baseline barely beats"
+    " `uniform`",
     Decision.NOT_WORSE: "not worse by {margin}: {}",
     Decision.EQUIVALENT: "equivalent within ± {margin}: {}",
     Decision.FEW_PAIRS: "there are fewer than three pairs for {}",

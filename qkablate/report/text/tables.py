@@ -137,7 +137,7 @@ def _gap_notes(gaps: list[GapSummary], floor: NoiseFloor) -> list[str]:
     return notes + _audit_notes(gaps)
 
 
-_START = ("start", NOTE)  # the only note that no column shows
+_INITIALIZATION = ("initialization", NOTE)  # the only note that no column shows
 
 
 def _audit_notes(gaps: list[GapSummary]) -> list[str]:
@@ -146,7 +146,7 @@ def _audit_notes(gaps: list[GapSummary]) -> list[str]:
         (gap.arm, dataclasses.replace(check, message=check.message.replace(gap.arm, "the arm")))
         for gap in gaps
         for check in gap.audit
-        if check.is_warning or (check.name, check.state) == _START
+        if check.is_warning or (check.name, check.state) == _INITIALIZATION
     )
     return [
         f"{MARKS[check.state]} {check.name}: {check.message}"
@@ -265,20 +265,20 @@ def _series_table(along: str, series_of_arms: list[SeriesSummary]) -> Table:
 
 
 def _front_table(fronts: list[Front]) -> Table:
-    rows, beaten = [], []
+    rows, dominated = [], []
     longest = max(front.tokens for front in fronts)
     for front in fronts:
         for arm in front.arms if front.tokens == longest else ():
-            if arm.surely and not arm.on_front:
-                beaten.append(f"{arm.arm} ({front.cost})")
+            if arm.is_significant and not arm.is_optimal:
+                dominated.append(f"{arm.arm} ({front.cost})")
                 continue
-            mark = "on the front" if arm.on_front else "beaten by the mean alone"
+            mark = "Pareto-optimal" if arm.is_optimal else "dominated, not significantly"
             cost = f"{format_short(arm.cost)} {front.cost}"
             rows.append([arm.arm, cost, f"{arm.mean:.4f}", mark])
     notes = [
-        *[f"surely beaten: {format_list(beaten, 6)}"] * bool(beaten),
-        "surely: by tests of all pairs at any rate, adjusted by Holm over all fronts; of"
-        " several rates of an arm, that of the least validation loss is shown",
+        *[f"dominated: {format_list(dominated, 6)}"] * bool(dominated),
+        "significance is adjusted by Holm over all pairs of arms, at any rate and cost; an arm with"
+        " several rates is shown at the one with the lowest validation loss",
         "for time, give --times FILE, from `qkablate cost --measure --json`",
     ]
     title = f"Pareto fronts of loss and cost, at {format_short(longest)} tokens"

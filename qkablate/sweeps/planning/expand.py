@@ -206,7 +206,7 @@ class _Expansion:
         if typed not in (None, arm.overrides.get("variant")):  # as gqa with one group is mqa
             name = arm.name.replace(arm.variant, str(typed), 1)
             reason = f"is {arm.name}, which is in the grid"
-            self.left_out.append(LeftOutArm(name, control, reason, "the same"))
+            self.left_out.append(LeftOutArm(name, control, reason, "a duplicate"))
 
     def _add_arm(
         self,
@@ -239,7 +239,7 @@ class _Expansion:
         return arm
 
     def _leave_out(self, control: str, overrides: Overrides, reason: Exception) -> None:
-        kind = "out of reach" if isinstance(reason, ControlOutOfReach) else "impossible"
+        kind = "unmatched" if isinstance(reason, ControlOutOfReach) else "unsupported"
         name = self._name(overrides, control)
         self.left_out.append(LeftOutArm(name, control, str(reason), kind))
 

@@ -179,7 +179,7 @@ class LeftOutArm:
     arm: str
     control: str
     reason: str
-    kind: str  # impossible, out of reach (of a control), or the same (as another arm)
+    kind: str  # unsupported, unmatched (by a control), or a duplicate (of another arm)
 
 
 @dataclass(frozen=True)

@@ -40,7 +40,7 @@ def format_plan(
         tuning = len(manifest.runs) + sum(refinement_sizes(manifest).values())
         lines.append(
             f"runs     {tuning:,} to choose the learning rates of {arms} (more where the best lies"
-            f" on the edge), then {finals * len(manifest.arms):,} at the best ({finals} an arm)"
+            f" on the edge), then {finals * len(manifest.arms):,} at the best ({finals} per arm)"
         )
     else:
         beside = f"; baselines: {format_list([*baselines])}" if baselines else ""
@@ -70,7 +70,7 @@ def format_plan(
     if others := _find_namesakes(manifest):
         have = "have" if len(others) > 1 else "has"
         lines.append(
-            f"name     {format_list(others, 2)} {have} this name, too; sweep.name=… is new"
+            f"name     {format_list(others, 2)} {have} the same name; sweep.name=… tells them apart"
         )
     if done:
         lines.append(f"done     {format_count(len(done), 'run')} already, in this sweep or another")

@@ -128,7 +128,8 @@ class Launcher:
         for id in self.engine.adopt(open_ids):
             self._follow([self.sweep_state.states[id]])
         if self._own:
-            self.table.note(f"{format_count(len(self._own), 'run')} with the engine since before")
+            count = format_count(len(self._own), "run")
+            self.table.note(f"{count} still with the engine from an earlier session")
 
     def _wait_for_exits(self) -> list[base.RunExit]:
         """Wait for the engine for one poll interval, or until a signal comes."""
@@ -200,7 +201,9 @@ class Launcher:
         if may_fit_alone(state) and packed == 1:
             self._exclusive = id
             self._had_exclusive.add(id)
-            self.table.note(f"again, alone: {state.run.label} ran out of memory beside others")
+            self.table.note(
+                f"retrying alone: {state.run.label} ran out of memory beside other runs"
+            )
         members = [state, *self._find_others(state)]
         first, *others = [self._make_task(member, packed) for member in members]
         self.engine.start(dataclasses.replace(first, others=tuple(others)))
@@ -265,12 +268,14 @@ class Launcher:
             if exit.out_of_memory and members > 1:
                 self._most[state.run.arm] = members // 2
                 self._tried.discard(exit.id)
-                self.table.note(f"again, {members // 2} at once: {state.run.label}: out of memory")
+                self.table.note(
+                    f"retrying {members // 2} at a time: {state.run.label}: out of memory"
+                )
                 return
             if exit.requeue_reason and self._moves[exit.id] < _MAX_MOVES:
                 self._moves[exit.id] += 1
                 self._tried.discard(exit.id)
-                self.table.note(f"again, elsewhere: {state.run.label}: {exit.requeue_reason}")
+                self.table.note(f"restarting elsewhere: {state.run.label}: {exit.requeue_reason}")
                 return
             exclusive = self._exclusive == exit.id or not self.engine.shares_machine
             packed = 1 if exclusive else self.engine.slots
@@ -318,7 +323,9 @@ class Launcher:
     def _act_on_signals(self) -> None:
         """Stop after one signal, at once after two."""
         if self._signal_count and not self._stop_reason.startswith("SIG"):
-            hint = " (Ctrl-C again: at once)" if self._signal == signal.SIGINT else ""
+            hint = (
+                " (press Ctrl-C again to stop immediately)" if self._signal == signal.SIGINT else ""
+            )
             self._stop(f"{signal.Signals(self._signal).name}{hint}")
         if self._signal_count > 1:
             self.engine.stop(now=True)

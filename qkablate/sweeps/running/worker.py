@@ -105,8 +105,8 @@ def _plan(task: base.RunTask) -> tuple[RunPlan, LeaseObserver]:
     planned = plan_run(task.config, data=_find_parent_data(task.config, task.data_fingerprint))
     if planned.run.id != task.id:
         raise UserError(
-            f"this run would be {planned.run.id} now, not {task.id}: data, circuits or this"
-            " program have changed since the sweep was frozen"
+            f"this run now has the id {planned.run.id}, not {task.id}: the data, the circuits or"
+            " qkablate changed after the sweep was frozen; start a new sweep"
         )
     observer = LeaseObserver()
     observer.wait_until_sure(task.folder)  # the launcher saw no heartbeat of another machine

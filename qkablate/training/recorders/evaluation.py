@@ -22,7 +22,7 @@ from qkablate.runs import predictions
 from qkablate.runs.predictions import PredictionsHeader
 from qkablate.training import hardware
 from qkablate.training.distributed.ranks import SINGLE_PROCESS, Ranks
-from qkablate.training.feed import on_device
+from qkablate.training.prefetcher import on_device
 from qkablate.training.resolve import RunPlan
 from qkablate.training.step import TrainStep
 

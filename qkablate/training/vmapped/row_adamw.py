@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from qkablate.training.optim.adamw import AdamW
 
 
-class Part(NamedTuple):
+class ParameterSlice(NamedTuple):
     """The place of a parameter in a row."""
 
     name: str
@@ -35,7 +35,7 @@ class RowAdamW:
     def __init__(
         self,
         optimizers: Sequence[AdamW],
-        places: Sequence[dict[nn.Parameter, Part]],
+        places: Sequence[dict[nn.Parameter, ParameterSlice]],
         weights_KP: Tensor,
         grads_KP: Tensor,
     ) -> None:
@@ -66,7 +66,7 @@ class RowAdamW:
             for i in range(2)
         )
 
-    def _bind(self, row: int, n: int, state: dict[str, Tensor], part: Part) -> None:
+    def _bind(self, row: int, n: int, state: dict[str, Tensor], part: ParameterSlice) -> None:
         """Move the moments of the n-th parameter into a row."""
         places = {
             "exp_avg": part.of(self._first_KP[row]),

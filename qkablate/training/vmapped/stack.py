@@ -18,7 +18,7 @@ from qkablate.training.checkpoint import Checkpoint, TrainProgress
 from qkablate.training.optim.adamw import AdamW
 from qkablate.training.step import NEVER, TrainStep
 from qkablate.training.vmapped.replay import Replay
-from qkablate.training.vmapped.row_adamw import Part, RowAdamW
+from qkablate.training.vmapped.row_adamw import ParameterSlice, RowAdamW
 
 
 class StackedStep(TrainStep):
@@ -48,9 +48,9 @@ class RunStack:
         first = self.steps[0]
         self._config, self._device = first.config, first.device
         self._is_cuda = self._device.startswith("cuda")
-        begin, self._parts = 0, list[Part]()
+        begin, self._parts = 0, list[ParameterSlice]()
         for name, parameter in first.model.named_parameters():
-            self._parts.append(Part(name, begin, parameter.shape))
+            self._parts.append(ParameterSlice(name, begin, parameter.shape))
             begin += parameter.numel()
         count = len(self.steps)
         if not self._device.startswith("cpu"):  # the number of rows may decide which kernels run
@@ -106,7 +106,7 @@ class RunStack:
 
     def _read(self, numbers: Sequence[int], rows: Sequence[int]) -> list[Tensor]:
         """Return what the losses of each micro-step read, one after the other."""
-        read = [step.feed.read(n) for step, n in zip(self.steps, numbers, strict=True)]
+        read = [step.prefetcher.read(n) for step, n in zip(self.steps, numbers, strict=True)]
         inputs: list[Tensor] = []
         for batches in zip(*[read[row] for row in rows], strict=True):
             inputs += [torch.tensor([batch.weight for batch in batches]), *_stack(batches)]

@@ -6,7 +6,7 @@ unchanged, and the other variant from scratch.
 
 import dataclasses
 
-from qkablate.attention.projection.project import ProjectionLoss
+from qkablate.attention.projection.project import ProjectionErrors
 from qkablate.config import Config, DataConfig, flatten
 from qkablate.config.data import source_words
 from qkablate.config.sweep import as_quoted, as_word
@@ -25,7 +25,7 @@ from qkablate.training.warm_start.finetuning import (
     restore_parents,
 )
 from qkablate.training.warm_start.restore import RestoredRun
-from qkablate.training.warm_start.start import load_projection_losses
+from qkablate.training.warm_start.start import load_projection_errors
 
 
 @dataclasses.dataclass(frozen=True)
@@ -37,16 +37,16 @@ class Decomposition:
     projected: RunPlan
     scratch: RunPlan | None  # None if the parent itself was not trained from scratch
 
-    def projection_losses(self) -> list[tuple[int | str, ProjectionLoss]]:
-        """Return the loss of the projection of each layer, by its number or its site and number."""
+    def projection_errors(self) -> list[tuple[int | str, ProjectionErrors]]:
+        """Return the projection errors of each layer, by its number or its site and number."""
         plan, _ = restore_environment(self.projected, processes=1)
         model = plan.build()
         layers = model.attention_layers()
-        losses = load_projection_losses(plan.run, plan.config, plan.data, model, self.parent.model)
+        errors = load_projection_errors(plan.run, plan.config, plan.data, model, self.parent.model)
         names: list[int | str] = [layer.place for layer in layers]
         if plan.config.model.form == "decoder":
             names = [*range(len(layers))]
-        return [*zip(names, losses, strict=True)]
+        return [*zip(names, errors, strict=True)]
 
 
 def plan_decompositions(

@@ -13,7 +13,7 @@ from qkablate.attention import Attention
 from qkablate.attention.projection.moments import Moments
 from qkablate.attention.projection.project import (
     MomentSums,
-    ProjectionLoss,
+    ProjectionErrors,
     find_obstacle,
     is_same_form,
     needs_averages,
@@ -32,9 +32,9 @@ from qkablate.errors import ImpossibleConfig, UserError, print_stderr
 from qkablate.models.base import Model
 from qkablate.models.catalogue import make_attention
 from qkablate.runs.records import is_number, read_json, write_json
-from qkablate.runs.run import PROJECTION_LOSSES, Run, find_run, run_id
+from qkablate.runs.run import PROJECTION_ERRORS, Run, find_run, run_id
 from qkablate.training import checkpoint, hardware
-from qkablate.training.feed import batch_reader
+from qkablate.training.prefetcher import batch_reader
 from qkablate.training.warm_start.restore import RestoredRun, check_shapes, restore
 
 TOKENS = 64  # read per dimension of each stream, many more than its second moment has directions
@@ -128,8 +128,10 @@ def _can_hold(sources: dict[str, Attention], config: Config, name: str) -> bool:
     return not any(map(find_obstacle, sources.values(), targets))
 
 
-def project_parent(parent: Model, model: Model, config: Config, data: Data) -> list[ProjectionLoss]:
-    """Set all weights of `model` and return the loss of each layer on the run's coming batches.
+def project_parent(
+    parent: Model, model: Model, config: Config, data: Data
+) -> list[ProjectionErrors]:
+    """Set all weights of `model` and return the errors of each layer on the run's coming batches.
 
     Weights outside the circuits are copied. Computed with the run's threads and matmul backend, so
     that the same run always begins with the same weights.
@@ -186,24 +188,24 @@ def load_or_project(run: Run, config: Config, data: Data, model: Model) -> check
     parent = restore_parent(config.init_from, config.out)
     check_parent(parent, config, model, data.fingerprint)
     model = model.to_empty(device="cpu")
-    losses = project_parent(parent.model, model, config, data)
+    errors = project_parent(parent.model, model, config, data)
     start = checkpoint.Checkpoint(checkpoint.TrainProgress(), model.state_dict())
     checkpoint.save(run.start, start)
-    write_json(run.start / PROJECTION_LOSSES, [dataclasses.asdict(loss) for loss in losses])
+    write_json(run.start / PROJECTION_ERRORS, [dataclasses.asdict(layer) for layer in errors])
     return start
 
 
-def load_projection_losses(
+def load_projection_errors(
     run: Run, config: Config, data: Data, model: Model, parent: Model
-) -> list[ProjectionLoss]:
-    """Load what each layer's projection lost, or compute it again with the run's empty `model`."""
+) -> list[ProjectionErrors]:
+    """Load the errors of each layer, or compute them again with the run's empty `model`."""
     try:
-        content = read_json(run.start / PROJECTION_LOSSES)
-        losses = [ProjectionLoss(**{**loss, "heads": tuple(loss["heads"])}) for loss in content]
-        valid = all(sorted(loss.heads) == [*range(config.model.heads)] for loss in losses)
-        numbers = [n for loss in losses for n in (loss.qk, loss.qk_scores, loss.ov, loss.ov_output)]
-        if len(losses) == len(model.attention_layers()) and valid and all(map(is_number, numbers)):
-            return losses
+        content = read_json(run.start / PROJECTION_ERRORS)
+        errors = [ProjectionErrors(**{**one, "heads": tuple(one["heads"])}) for one in content]
+        valid = all(sorted(one.heads) == [*range(config.model.heads)] for one in errors)
+        numbers = [n for one in errors for n in (one.qk, one.qk_scores, one.ov, one.ov_output)]
+        if len(errors) == len(model.attention_layers()) and valid and all(map(is_number, numbers)):
+            return errors
     except (TypeError, ValueError, KeyError):
         pass
     return project_parent(parent, model.to_empty(device="cpu"), config, data)

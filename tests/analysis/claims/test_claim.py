@@ -76,13 +76,22 @@ MISTAKES = {
     "an axis that is nearly one": (part(axis="param"), "(nearest: params)"),
     "a horizon that is not": (part(horizon="every"), "'every' is not one of longest, each, growth"),
     "a measure that is not": (part(of="size"), "parts.within.of: 'size' is not one of "),
-    "a spread that is better": (part(of="spread", kind="better"), "parts.within.of: a spread"),
-    "a spread that is equivalent": (part(of="spread", kind="equivalent"), "parts.within.of: "),
+    "a spread that is better": (
+        part(of="spread", kind="better"),
+        "parts.within.kind: better does not suit of: spread",
+    ),
+    "a spread that is equivalent": (part(of="spread", kind="equivalent"), "parts.within.kind: "),
     "a spread that grows": (part(of="spread", kind="worse", horizon="growth"), "within.horizon: "),
-    "a course that is better": (part(of="course", kind="better"), "within.of: a course is nonin"),
+    "a course that is better": (
+        part(of="course", kind="better"),
+        "kind: better does not suit of: course",
+    ),
     "each length of a size": (part(of="params", horizon="each"), "params does not depend on the"),
     "sizes alone": (part(of="params"), "parts: none is measured by training"),
-    "an adjusted size of nothing": (part(adjust="d_model"), "d_model pays for axis=params or"),
+    "an adjusted size of nothing": (
+        part(adjust="d_model"),
+        "d_model has no effect at axis: tokens",
+    ),
     "an adjusted size that is not": (part(axis="params", adjust="heads"), "'heads' is not one of"),
     "data that are not": (
         part(data="recal"),
@@ -98,11 +107,11 @@ MISTAKES = {
     "an interaction of nothing": (part(than={}), "parts.within.than: selects no arm"),
     "an interaction of spreads": (
         part(of="spread", kind="worse", than={"model.bias": True}),
-        "parts.within.than: spread has no value for each pair",
+        "parts.within.than: spread has no value per pair of runs",
     ),
     "an interaction of growth": (
         part(horizon="growth", than={"model.bias": True}),
-        "parts.within.than: growth has no value for each pair",
+        "parts.within.than: growth has no value per pair of runs",
     ),
     "an interaction of no key": (part(than={"model.skip": True}), "model.skip: there is no such"),
     "minutes that are none": ({"minutes": "long"}, "minutes: long is not a number of minutes"),
@@ -505,7 +514,7 @@ def test_growth_is_one_comparison_over_all_lengths_from_short_to_long(world):
 def test_fewer_than_three_lengths_are_refused(world, steps, horizon):
     with pytest.raises(UserError) as error:
         requested_comparisons(world, LENGTHS | {"train.steps": steps}, part={"horizon": horizon})
-    assert_one_line(error, f"parts.part: {horizon} is measured over 3 lengths of training or more")
+    assert_one_line(error, f"parts.part.horizon: {horizon} needs 3 lengths of training or more")
 
 
 def test_sizes_are_compared_one_by_one_and_named(world):
@@ -591,7 +600,7 @@ def test_arm_outside_the_grid_is_rejected(world):
     ):
         with pytest.raises(UserError) as error:
             find_comparisons(claim(parts={"within": PART | changes}), arms.values())
-        assert_one_line(error, f"parts.within: the grid has {text}")
+        assert_one_line(error, f"mine: parts.within: the grid has {text}")
 
 
 @pytest.mark.slow
@@ -657,7 +666,7 @@ def test_arms_with_unrequested_differences_are_not_paired(world):
 
 
 def test_growth_needs_annealed_runs(world):
-    with pytest.raises(UserError, match="is not annealed"):
+    with pytest.raises(UserError, match="growth needs annealed schedules"):
         requested_comparisons(
             world, LENGTHS | {"optim.lr_final": "1.0"}, within={"horizon": "growth"}
         )

@@ -127,9 +127,9 @@ def test_known_truth_gives_its_verdict(world, gap):
         assert found.is_conclusive == (word != "UNDERPOWERED")
         assert found.n == 8
         same = found.claim.hash == own.hash
-        assert found.exploratory == ["these runs do not have the seeds derived from its hash"] * (
-            not same
-        )
+        assert found.exploratory == [
+            "the seeds of these runs were not derived from the claim's hash"
+        ] * (not same)
         assert found.alpha == pytest.approx(0.05)
     assert_text_matches(found)
     assert judged(made, own).exploratory == []
@@ -477,12 +477,12 @@ def test_seeds_beyond_those_declared_are_exploratory(world):
     found = judged(made, own)
     assert found.word == "SUPPORTED"
     assert found.n == 5
-    assert found.exploratory == ["5 seeds, and 4 were declared"]
+    assert found.exploratory == ["5 seeds were run, but 4 were declared"]
     lines = format_judgement(found)
     assert "SUPPORTED at these rates (exploratory)" in lines
-    assert "  exploratory: 5 seeds, and 4 were declared" in lines
+    assert "  exploratory: 5 seeds were run, but 4 were declared" in lines
     looks = judged(made, claim([3, 4, 6]))
-    assert looks.exploratory[-1] == "5 seeds, and 3 or 4 or 6 were declared"
+    assert looks.exploratory[-1] == "5 seeds were run, but 3 or 4 or 6 were declared"
     assert looks.alpha == 0.05
 
 
@@ -522,14 +522,14 @@ def test_baseline_of_another_size_has_the_floor_of_its_size_before(world, lead, 
 def test_fewer_seeds_than_were_declared_are_exploratory_too(world):
     own = claim(4)
     made = frozen(world, own, 3).finish(losing(own, 3, 0.0))
-    assert judged(made, own).exploratory == ["3 seeds, and 4 were declared"]
+    assert judged(made, own).exploratory == ["3 seeds were run, but 4 were declared"]
 
 
 def test_given_reasons_are_kept(world):
     own = claim(3)
     made = frozen(world, own, 4).finish(losing(own, 4, 0.0))
     found = judged(made, own, ["edited after the runs"])
-    assert found.exploratory == ["edited after the runs", "4 seeds, and 3 were declared"]
+    assert found.exploratory == ["edited after the runs", "4 seeds were run, but 3 were declared"]
 
 
 def test_runs_on_different_data_are_exploratory_and_no_pair(world):

@@ -6,7 +6,7 @@ import math
 import pytest
 
 from qkablate.analysis.comparison.audit import (
-    BROKEN,
+    INVALID,
     NOTE,
     OK,
     WARNING,
@@ -22,7 +22,7 @@ from tests.analysis.references import to_json
 PAIR = ("variant=standard,no_q", "seed=range(3)")
 TUNED = (*PAIR, "sweep.tune=true")
 TWIN = ("variant=standard,no_q,standard_reassociated", "seed=range(4)")
-NAMES = ["runs", "pairs", "learning rate", "annealed", "matched", "start", "floor"]
+NAMES = ["runs", "pairs", "learning rate", "annealed", "matched", "initialization", "floor"]
 NAMES += ["n-grams", "precision", "data"]
 NAMES += ["documents", "code", "machine", "kernel"]
 
@@ -72,7 +72,7 @@ def test_fair_untuned_comparison_has_a_single_remark(pair):
     }
     assert found["runs"].message == "all 6 are done"
     assert found["pairs"].message.startswith("3 by seed, correlation +1.00")
-    assert found["start"] == AuditCheck("start", OK, "matched exactly")
+    assert found["initialization"] == AuditCheck("initialization", OK, "matched exactly")
     assert found["precision"] == AuditCheck("precision", OK, "fp32")
     assert found["kernel"] == AuditCheck("kernel", OK, "flash")
     assert found["annealed"] == AuditCheck("annealed", OK, "whole schedules of 384 tokens")
@@ -80,7 +80,7 @@ def test_fair_untuned_comparison_has_a_single_remark(pair):
 
 def test_worst_state_is_that_of_all():
     assert worst_state([]) == OK
-    states = [OK, NOTE, WARNING, BROKEN]
+    states = [OK, NOTE, WARNING, INVALID]
     for end in range(1, 5):
         assert (
             worst_state([AuditCheck("a", state, "") for state in states[:end]][::-1])
@@ -111,7 +111,7 @@ def test_damaged_run_breaks_the_comparison(pair):
     run = next(run for run in pair.runs() if not is_arm(run))
     (pair.run_folder(run) / "result.json").write_text("{")
     found = checks(pair)["runs"]
-    assert (found.state, found.message) == (BROKEN, "standard-d16-h2: 1 damaged (s0)")
+    assert (found.state, found.message) == (INVALID, "standard-d16-h2: 1 damaged (s0)")
 
 
 def test_single_pair_is_not_a_comparison(cached_world):
@@ -260,7 +260,7 @@ def test_violated_control_is_a_warning(pair):
 )
 def test_initialization_match_is_reported(pair, match, state):
     change(pair, is_arm, init={"mode": "matched", "match": match})
-    found = checks(pair)["start"]
+    found = checks(pair)["initialization"]
     assert found.state == state
     assert found.message == ("matched exactly" if state == OK else f"matched: no_q-d16-h2 {match}")
 
@@ -280,16 +280,16 @@ def test_other_rotated_dimensions_are_named(cached_world, arm, text):
 @pytest.mark.parametrize("lr", [{"matched": 1.0}, {"factor": "x"}, {"factor": [2.0]}])
 def test_malformed_rate_of_a_circuit_is_not_reported(pair, lr):
     change(pair, is_arm, lr=lr)
-    assert "circuit's rate" not in checks(pair)["start"].message
+    assert "circuit's rate" not in checks(pair)["initialization"].message
 
 
 def test_unknown_initialization_is_a_warning(pair):
     change(pair, is_arm, init=None)
-    assert checks(pair)["start"].state == WARNING
+    assert checks(pair)["initialization"].state == WARNING
 
 
 def test_naive_start_is_a_warning(cached_world):
-    found = checks(cached_world(*PAIR, "variant.init=naive").finish(loss_of))["start"]
+    found = checks(cached_world(*PAIR, "variant.init=naive").finish(loss_of))["initialization"]
     assert found.state == WARNING
     assert "no_q-d16-h2 naive" in found.message
 
@@ -300,13 +300,13 @@ def test_side_without_matched_rate_is_named(cached_world):
     )
     assert (
         "circuit's rate of merged_w-d16-h2-lr=same × 1"
-        in checks(world.finish(lambda run: 2.0))["start"].message
+        in checks(world.finish(lambda run: 2.0))["initialization"].message
     )
 
 
 @pytest.mark.parametrize(
     ("key", "name", "state"),
-    [("precision", "precision", WARNING), ("data_fingerprint", "data", BROKEN)],
+    [("precision", "precision", WARNING), ("data_fingerprint", "data", INVALID)],
 )
 def test_mixed_circumstances_are_a_warning(pair, key, name, state):
     change(pair, lambda run: run.changes["seed"] == 1, **{key: "another"})

@@ -225,7 +225,7 @@ def test_equivalence_needs_a_baseline_above_the_floor(cached_world):
     assert only_gap(world, losses(), margin=0.01).decision == "equivalent"
     for lead in (0.0, 0.02):
         gap = only_gap(world, losses(lead=lead), margin=0.01)
-        assert gap.verdict == "the experiment could not tell"
+        assert gap.verdict == "insensitive"
         (check,) = [check for check in gap.audit if check.name == "floor"]
         assert check.state == "warning"
         assert ("does not clearly beat" in check.message) == (lead == 0)
@@ -253,7 +253,7 @@ def test_site_that_hardly_matters_hides_no_variant(cached_world):
     study = world.finish(losses_by_site({"encoder": 0.02, "cross": 2.0})).study()
     gaps = describe_study(study, margin=0.01).gaps
     assert {gap.arm: gap.decision for gap in gaps} == {
-        "no_q_encoder-d16-h2": "the experiment could not tell",
+        "no_q_encoder-d16-h2": "insensitive",
         "no_q_cross-d16-h2": "equivalent",
     }
     floors = [next(check for check in gap.audit if check.name == "floor") for gap in gaps]
@@ -270,7 +270,7 @@ def test_floor_at_other_sites_does_not_count(cached_world):
     gaps = describe_study(world.finish(losses_by_site(leads)).study(), margin=0.01).gaps
     found = {gap.arm.partition("-")[0]: gap for gap in gaps}
     assert found["no_q"].decision == "equivalent"
-    assert found["no_q_cross"].decision == "the experiment could not tell"
+    assert found["no_q_cross"].decision == "insensitive"
     (check,) = (check for check in found["no_q_cross"].audit if check.name == "floor")
     assert "no variant=uniform variant.sites=cross in the baseline's model" in check.message
 
@@ -280,14 +280,14 @@ def test_start_that_is_equivalent_needs_a_floor(cached_world, lead):
     baseline = "sweep.baseline={variant.init: matched}"
     world = cached_world("variant.init=matched,naive", baseline, "sweep.floor=true", PAIR[-1])
     found = only_gap(world, losses(lead=lead), margin=0.01).decision
-    assert found == ("equivalent" if lead else "the experiment could not tell")
+    assert found == ("equivalent" if lead else "insensitive")
 
 
 def test_without_a_floor_nothing_is_equivalent(cached_world):
     world = cached_world(*PAIR)
     assert len(world.manifest.arms) == 2
     gap = only_gap(world, losses(), margin=0.01)
-    assert gap.decision == "the experiment could not tell"
+    assert gap.decision == "insensitive"
     assert "sweep.floor=true" in next(c.message for c in gap.audit if c.name == "floor")
     assert only_gap(world, losses()).decision == "no difference found"
 
@@ -303,7 +303,7 @@ def test_not_worse_needs_a_baseline_above_the_floor(cached_world):
 
     world = cached_world(*WORDS)
     assert only_gap(world, loss(1.0), margin=0.01).decision == "not worse"
-    assert only_gap(world, loss(0.0), margin=0.01).decision == "the experiment could not tell"
+    assert only_gap(world, loss(0.0), margin=0.01).decision == "insensitive"
 
 
 def test_difference_that_showed_needs_no_floor(cached_world):
@@ -312,7 +312,7 @@ def test_difference_that_showed_needs_no_floor(cached_world):
 
 def test_baseline_below_the_floor_finds_no_difference_either(cached_world):
     gap = only_gap(cached_world(*WORDS), losses(lead=-0.1))
-    assert gap.decision == "the experiment could not tell"
+    assert gap.decision == "insensitive"
 
 
 def test_loss_beside_the_floor_is_one_before_attention_mattered(cached_world):

@@ -41,7 +41,7 @@ def four(tmp_path):
 
 def test_parts(four):
     gap = decompose_gap(**four).gap
-    assert gap["at_once"] == {"val": 1.5, "test": None}
+    assert gap["before_finetuning"] == {"val": 1.5, "test": None}
     assert gap["finetuned"] == {"val": 0.125, "test": 0.25}
     assert gap["scratch"] == {"val": 0.5, "test": 0.625}
     assert gap["training"] == {"val": 0.375, "test": 0.375}

@@ -11,9 +11,9 @@ from scipy import stats
 
 from qkablate.analysis.comparison.gaps import find_families
 from qkablate.analysis.comparison.ranking import (
+    find_dominated,
     find_fronts,
     find_rankings,
-    find_surely_beaten,
     read_times,
 )
 from qkablate.analysis.stats import Sample
@@ -188,7 +188,7 @@ def test_fronts_are_pareto_optimal(cached_world):
         study = world.finish(make_loss(rng, means, noise)).study()
         found = {front.cost: front for front in find_fronts(study, {})}
         assert {*found} <= {*COSTS}
-        surely_beaten = surely(study)
+        dominated = surely(study)
         for cost in COSTS:
             points = {
                 entry.name: (cost_of(entry.arm, cost), math.fsum(entry.losses.values()) / 4)
@@ -206,9 +206,9 @@ def test_fronts_are_pareto_optimal(cached_world):
                     for other, (p, m) in points.items()
                     if p <= price and m <= mean and (p, m) != (price, mean)
                 ]
-                assert row.on_front is (not beaters)
-                beaten = any((row.arm, other) in surely_beaten for other in beaters)
-                assert row.surely is (not beaters or beaten)
+                assert row.is_optimal is (not beaters)
+                beaten = any((row.arm, other) in dominated for other in beaters)
+                assert row.is_significant is (not beaters or beaten)
 
 
 def surely(study):
@@ -245,9 +245,9 @@ def test_rates_of_one_arm_compete_on_validation_loss(cached_world):
         assert all("0.002" in row.arm for row in front.arms)
 
 
-def test_two_pairs_do_not_make_an_arm_surely_beaten():
-    assert find_surely_beaten({("a", "b"): Sample((0.1, 0.1))}) == set()
-    assert find_surely_beaten({("a", "b"): Sample((0.1, 0.1, 0.1))}) == {("a", "b")}
+def test_two_pairs_do_not_make_an_arm_dominated():
+    assert find_dominated({("a", "b"): Sample((0.1, 0.1))}) == set()
+    assert find_dominated({("a", "b"): Sample((0.1, 0.1, 0.1))}) == {("a", "b")}
 
 
 def test_fronts_are_among_arms_that_saw_the_same_tokens(cached_world):

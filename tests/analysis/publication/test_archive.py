@@ -78,7 +78,7 @@ def change_a_loss(path):
 def test_damaged_archive_is_refused(tmp_path, damage):
     path = make_archive({"a1": make_run(1.0)}).write(tmp_path)
     damage(path)
-    with pytest.raises(UserError, match="is no archive of runs, or damaged"):
+    with pytest.raises(UserError, match="is not an archive of runs, or is damaged"):
         read_archive(path)
 
 
@@ -189,7 +189,7 @@ def reseal(path, change):
 def test_malformed_content_is_refused(tmp_path, change):
     path = make_archive({"a1": make_run(1.0)}).write(tmp_path)
     reseal(path, change)
-    with pytest.raises(UserError, match="is no archive of runs, or damaged"):
+    with pytest.raises(UserError, match="is not an archive of runs, or is damaged"):
         read_archive(path)
 
 

@@ -12,7 +12,7 @@ from tests.analysis.publication.made_up import make_archive, make_run
 def test_arm_without_settings_is_refused():
     archive = make_archive({"a1": make_run(1.0)})
     archive.looks["3"]["manifest"]["arms"] = {"no_q-d16": {"config": {}}}
-    with pytest.raises(UserError, match="mine-small-0123456789ab' is no archive of runs"):
+    with pytest.raises(UserError, match="mine-small-0123456789ab' is not an archive of runs"):
         machine_settings(archive, {})
 
 

@@ -61,7 +61,7 @@ def assert_dropped(world, run, status="damaged"):
     assert shown[run.name].test_loss is None
     if status == "damaged":
         assert shown[run.name].val_loss is None
-        assert [c.state for c in described.gaps[0].audit if c.name == "runs"] == ["broken"]
+        assert [c.state for c in described.gaps[0].audit if c.name == "runs"] == ["invalid"]
 
 
 def test_every_run_of_the_manifest_is_listed_with_its_status(cached_world):

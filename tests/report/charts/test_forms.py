@@ -56,7 +56,7 @@ def test_maps_have_a_cell_for_each_form_and_layer(imported, content):
     forms, chart = content["forms"]["forms"], charts["forms"]
     assert [panel.title for panel in chart.panels] == ["scores of B_h", "output of M_h"]
     for panel, side in zip(chart.panels, ("scores", "output"), strict=True):
-        shown = {(r["form"], r["layer"]): r["error"] for r in panel.spec["data"]["values"]}
+        shown = {(r["variant"], r["layer"]): r["error"] for r in panel.spec["data"]["values"]}
         assert shown == {
             (form["variant"], i): pytest.approx(layer[side], rel=0.01)
             for form in forms
@@ -82,11 +82,11 @@ def test_page_says_that_the_run_was_imported(imported):
 def test_missing_measures_name_the_command(imported, content):
     (imported / FILE_NAME).unlink()
     page = render_markdown([section_of(imported)])
-    assert f"qkablate inspect {imported.name} --forms" in page
+    assert f"qkablate inspect {imported.name} --variants" in page
     del content["forms"]
     (imported / FILE_NAME).write_text(json.dumps(content))
     section = section_of(imported)
-    assert f"qkablate inspect {imported.name} --forms" in render_markdown([section])
+    assert f"qkablate inspect {imported.name} --variants" in render_markdown([section])
     assert "forms" not in {chart.name for chart in make_charts(section)}
 
 
@@ -133,4 +133,4 @@ def test_damaged_or_foreign_measures_are_one_line(imported, content, change, rea
     (problem,) = find_problems(section)
     assert problem.startswith(f"{imported.name}: {FILE_NAME}: {reason}")
     assert make_charts(section) == []
-    assert f"qkablate inspect {imported.name} --forms" in render_page([section], "small")
+    assert f"qkablate inspect {imported.name} --variants" in render_page([section], "small")

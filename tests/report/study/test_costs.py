@@ -30,10 +30,10 @@ def test_costs_are_those_of_the_variant_whatever_a_part_compares(studied):
         in costs["encoder_translation"]
     )
     assert (
-        "shared_qk: +0.236 [+0.197, +0.274] accuracy, margin 0.05, attention 0.325"
+        "shared_qk: +0.236 [+0.197, +0.274] accuracy lost, margin 0.05, attention 0.325"
         in costs["directed"]
     )
-    assert "tied_qkv: +0.000 accuracy, every run at 100 %" in costs["one_projection"]
+    assert "tied_qkv: 0.000 accuracy lost, every run at 100 %" in costs["one_projection"]
     assert (
         "no_q sites=cross minus sites=decoder on translation: -0.004" in costs["cross_needs_both"]
     )

@@ -100,7 +100,7 @@ def test_page_has_answer_evidence_and_limits(study):
         "qkablate claim run mine ",
         "9 runs, 0 min of training in all",
         "(registrations.md#mine)",
-        "under statistics 2",
+        "under version 2 of the statistics",
         "`qkablate claim run one_head`",
     ):
         assert text in page
@@ -145,7 +145,7 @@ def test_missing_runs_and_other_statistics_are_visible(study, qkablate, outputs)
     assert qkablate("report", "--study", "study").code == 0
     page = (study / PAGE).read_text(encoding="utf-8")
     assert "| could not tell (INSENSITIVE, exploratory) |" in page
-    assert "registered under statistics 1, and judged by 2" in page
+    assert "registered under version 1 of the statistics, and judged by version 2" in page
     for path in (study / "results").iterdir():
         path.unlink()
     next(outputs.glob("runs/no_q-*/result.json")).unlink()

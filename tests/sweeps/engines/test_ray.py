@@ -64,7 +64,7 @@ def test_run_with_killed_worker_is_resumed_elsewhere(spawn, qkablate, grid, ray,
     os.kill(parent(parent(run)), signal.SIGKILL)
     _, err = launcher.communicate(timeout=300)
     assert launcher.returncode == 0, err
-    assert "again, elsewhere" in err
+    assert "restarting elsewhere" in err
     assert_all_same(tmp_path / "calm", tmp_path / "outputs")
     results = [json.loads(path.read_text()) for path in tmp_path.glob("outputs/runs/*/result.json")]
     assert all(result["attempt"] == 1 for result in results)  # resumed, not restarted

@@ -113,7 +113,7 @@ def test_job_killed_without_an_exit_is_submitted_again(spawn, qkablate, grid, tm
         os.kill(pid, signal.SIGKILL)
     _, err = launcher.communicate(timeout=120)
     assert launcher.returncode == 0, err
-    assert "again, elsewhere" in err
+    assert "restarting elsewhere" in err
     assert_undisturbed(tmp_path, reference)
 
 
@@ -265,7 +265,7 @@ def refuse(tasks, room):
 
 REFUSED = {
     "engine.partition=debgu": r"engine.partition: there is no 'debgu'; .*\(nearest: debug\)",
-    "engine.hours=100": r"engine.hours: 100 is more than partition debug gives \(1-00:00:00\)",
+    "engine.hours=100": r"engine.hours: 100 exceeds the limit of partition debug \(1-00:00:00\)",
     "engine.cpus=4000": "engine: sbatch would refuse the jobs: Requested node configuration",
     "engine.gpus=3": "engine.gpus: 3 is not auto, or a number from 0 to 1",
     "engine.gpus=1": "engine.gpus: 1, and the runs would be trained on the cpu; give device=cuda",
@@ -275,7 +275,7 @@ REFUSED = {
     "engine.sbatch=long": "engine.sbatch",
     "engine.sbatch={partition: x}": "engine.sbatch.partition: the engine sets this itself; give",
     "engine.sbatch={array: x}": "engine.sbatch.array: the engine sets this itself",
-    "engine.sbatch={qos: [1, 2]}": "engine.sbatch.qos: .* is not one word, number, or true",
+    "engine.sbatch={qos: [1, 2]}": "engine.sbatch.qos: .* is not a single line, a number or true",
     "engine.address=auto": "engine.address: engine=slurm has no such key",
     "engine.grace=86400": "engine.grace: 86400 s is not less than engine.hours",
     "threads=2": "threads: 2 on 1 of a machine's cores: give engine.cpus=2",

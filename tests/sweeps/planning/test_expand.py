@@ -66,7 +66,7 @@ IMPOSSIBLE = [
 def test_impossible_arms_are_left_out_with_their_reason(expand, words, named, why):
     manifest = expand(*words, "sweep.baseline=null")
     assert {left.arm for left in manifest.left_out} == named
-    assert all(left.kind == "impossible" and why in left.reason for left in manifest.left_out)
+    assert all(left.kind == "unsupported" and why in left.reason for left in manifest.left_out)
     grid = [word.partition("=")[2].split(",") for word in words]
     assert len(manifest.arms) == len([*itertools.product(*grid)]) - len(named)
     assert {run.arm for run in manifest.runs} == {*manifest.arms}
@@ -231,7 +231,7 @@ def test_arms_that_need_one_width_are_left_out(expand):
         *("uniform_encoder", "uniform_cross"),
     }
     (left_out,) = manifest.left_out
-    assert left_out.kind == "impossible"
+    assert left_out.kind == "unsupported"
     assert "cross-attention reads streams of widths 16 and 8" in left_out.reason
 
 
@@ -246,8 +246,8 @@ def test_variants_without_a_symmetric_start_are_left_out(expand):
     found = {arm.config.variant.qk for arm in manifest.arms.values()}
     assert found == {"separate", "low_rank", "uniform"}
     assert [(arm.arm.partition("-")[0], arm.kind) for arm in manifest.left_out] == [
-        ("merged_w", "impossible"),
-        ("no_q", "impossible"),
+        ("merged_w", "unsupported"),
+        ("no_q", "unsupported"),
     ]
     assert all("needs both in one shape" in arm.reason for arm in manifest.left_out)
 
@@ -410,7 +410,7 @@ def test_arms_out_of_reach_are_left_out_with_their_reason(expand):
     shape = ["model.d_model=40", "model.heads=10", "control=params"]
     manifest = expand("variant=merged_w,no_q", *shape)
     (left,) = manifest.left_out
-    assert (left.arm, left.kind) == ("merged_w-d40-h10-params", "out of reach")
+    assert (left.arm, left.kind) == ("merged_w-d40-h10-params", "unmatched")
     assert "needs an MLP of 0 units" in left.reason
     assert {arm.variant for arm in manifest.arms.values()} == {"standard", "no_q"}
     with pytest.raises(UserError, match=r"merged_w-d40-h10-params .*needs an MLP of 0 units"):
@@ -687,7 +687,7 @@ def test_controls_are_named_by_the_adjusted_size(expand):
         (["control=params-heads"], "control.adjust: 'heads' is not one of mlp, d_model, layers"),
         (
             ["control=params-layers", "control.adjust=mlp"],
-            "control=params-layers names the size that pays; leave control.adjust out",
+            "control=params-layers names the size to adjust; leave control.adjust out",
         ),
         (["sweep.design=one_at_time"], "(nearest: one_at_a_time)"),
     ],

@@ -133,7 +133,7 @@ def test_run_out_of_memory_is_retried_alone_once(qkablate, local_grid, circuit):
     found, states = status(qkablate)
     assert states == {("starves_once", 0): "done", ("starves", 0): "failed"}
     assert [state["packed"] for state in found["states"]] == [1, 1]
-    assert done.err.count("again, alone") == 2
+    assert done.err.count("retrying alone") == 2
 
 
 @pytest.mark.parametrize(

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from qkablate.training.optim.adamw import AdamW
-from qkablate.training.vmapped.row_adamw import Part, RowAdamW
+from qkablate.training.vmapped.row_adamw import ParameterSlice, RowAdamW
 
 SHAPES = {"w": (3, 4), "b": (4,), "v": (2, 3)}
 RATES = [1e-2, 3e-3, 5e-2]
@@ -30,7 +30,7 @@ def stack(runs):
     """Return the optimizer of all, with the weights in rows."""
     count, begin, parts = len(runs), 0, []
     for name, shape in SHAPES.items():
-        parts.append(Part(name, begin, torch.Size(shape)))
+        parts.append(ParameterSlice(name, begin, torch.Size(shape)))
         begin += parts[-1].shape.numel()
     weights_KP, grads_KP = torch.empty(count, begin), torch.empty(count, begin)
     for row, (weights, _) in enumerate(runs):

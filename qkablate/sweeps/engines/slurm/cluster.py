@@ -102,7 +102,7 @@ def check_cluster(engine: EngineConfig) -> None:
             )
         if (engine.hours or 0) * 60 > parse_time_limit(limit):
             raise UserError(
-                f"engine.hours: {engine.hours:g} is more than partition {name.rstrip('*')} gives"
+                f"engine.hours: {engine.hours:g} exceeds the limit of partition {name.rstrip('*')}"
                 f" ({limit}); a run that needs longer continues in another job"
             )
     for key, value in engine.sbatch.items():
@@ -111,9 +111,13 @@ def check_cluster(engine: EngineConfig) -> None:
             hint = f"; give {_RESERVED[name]}" if _RESERVED[name] else ""
             raise UserError(f"engine.sbatch.{key}: the engine sets this itself{hint}")
         if not re.fullmatch(r"[a-z][a-z-]*", name):
-            raise UserError(f"engine.sbatch: '{key}' is not an option of sbatch, as constraint is")
+            raise UserError(
+                f"engine.sbatch: '{key}' is not an option of sbatch, such as constraint"
+            )
         if not isinstance(value, str | int | float) or "\n" in str(value):
-            raise UserError(f"engine.sbatch.{key}: '{value}' is not one word, number, or true")
+            raise UserError(
+                f"engine.sbatch.{key}: '{value}' is not a single line, a number or true"
+            )
 
 
 def check_job(parameters: Mapping[str, Any]) -> None:

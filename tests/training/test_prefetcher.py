@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from qkablate.data import Batch
-from qkablate.training.feed import Feed, on_device
+from qkablate.training.prefetcher import Prefetcher, on_device
 
 
 class Steps:
@@ -21,9 +21,9 @@ class Steps:
 
 def test_cpu_batches_are_made_when_taken():
     steps = Steps()
-    feed = Feed(steps.step, "cpu")
-    first, second = feed.take(3)
-    feed.fetch_ahead(4)
+    prefetcher = Prefetcher(steps.step, "cpu")
+    first, second = prefetcher.take(3)
+    prefetcher.prefetch(4)
     assert steps.requested == [3]
     assert first.positions_NA is None
     assert torch.equal(second.targets_NA, torch.full((2, 4), 5))
@@ -32,22 +32,22 @@ def test_cpu_batches_are_made_when_taken():
 
 def test_next_step_is_fetched_once(monkeypatch):
     """The copy to a GPU is skipped here."""
-    monkeypatch.setattr("qkablate.training.feed.on_device", lambda batch, device: batch)
+    monkeypatch.setattr("qkablate.training.prefetcher.on_device", lambda batch, device: batch)
     steps = Steps()
-    feed = Feed(steps.step, "cuda")
+    prefetcher = Prefetcher(steps.step, "cuda")
     for step in range(3):
-        assert int(feed.take(step)[0].tokens_NT[0, 0]) == step
-        feed.fetch_ahead(step + 1)
+        assert int(prefetcher.take(step)[0].tokens_NT[0, 0]) == step
+        prefetcher.prefetch(step + 1)
     assert steps.requested == [0, 1, 2, 3]
-    assert int(feed.take(7)[0].tokens_NT[0, 0]) == 7  # another than was fetched
+    assert int(prefetcher.take(7)[0].tokens_NT[0, 0]) == 7  # another than was fetched
 
 
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 def test_gpu_batches_are_fetched_ahead():
-    feed = Feed(Steps().step, "cuda")
-    feed.fetch_ahead(5)
-    _, batch = feed.take(5)
+    prefetcher = Prefetcher(Steps().step, "cuda")
+    prefetcher.prefetch(5)
+    _, batch = prefetcher.take(5)
     assert batch.tokens_NT.is_cuda
     assert batch.positions_NA.is_cuda
     assert torch.equal(batch.targets_NA.cpu(), torch.full((2, 4), 7))

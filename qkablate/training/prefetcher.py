@@ -9,11 +9,11 @@ from qkablate.data import Batch, Data
 from qkablate.data.batches import predict_windows
 
 
-class Feed:
+class Prefetcher:
     """Batches of each step; on a GPU the next step's are copied while this one's are computed."""
 
     def __init__(self, read: Callable[[int], Sequence[Batch]], device: str) -> None:
-        """Feed the batches that `read` returns for a step."""
+        """Prepare the batches that `read` returns for a step."""
         self.read, self._device = read, device
         self._ahead: tuple[int, list[Batch]] = (-1, [])
 
@@ -22,7 +22,7 @@ class Feed:
         ready, batches = self._ahead
         return batches if ready == step else self._fetch(step)
 
-    def fetch_ahead(self, step: int) -> None:
+    def prefetch(self, step: int) -> None:
         """Start to copy the batches of a step to the GPU."""
         if self._device.startswith("cuda"):
             self._ahead = step, self._fetch(step)
