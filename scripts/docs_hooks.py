@@ -47,7 +47,7 @@ def top_pages() -> dict[str, str]:
         for file, page in PAGES.items()
         if page != "index.md"
     }
-    link = "Words of the design are defined in the [glossary](glossary.md).\n"
+    link = "Terms are defined in the [glossary](glossary.md).\n"
     texts["contributing.md"] = texts["contributing.md"].replace(glossary, link)
     texts["glossary.md"] = f"# Glossary\n\n{glossary}"
     return {name: move_links(text) for name, text in texts.items()}

@@ -48,7 +48,8 @@ an equation defines only one of the two, the other is that of standard. E_h sele
 that belongs to head h. Parameters are per layer, without biases: d is d_model, h heads, k d_head,
 r `variant.rank`, g `variant.groups`, T `model.context`. **Match** says how well the initialization
 equals that of standard: *exact*, *spread* (the standard deviation of the scores or outputs), or
-*none*; [Matched starts and rates](../matching.md) explains it, and lists the learning rates.
+*none*; [Matched initialization and rates](../matching.md) explains it, and lists the learning
+rates.
 """
 
 _CIRCUITS = """## Circuits

@@ -51,6 +51,7 @@ def test_environment_decides_on_color(monkeypatch, name, value, stream, has_colo
         ("(failed)", "red"),
         ("arm diverged", "red"),
         ("no difference found", "yellow"),
+        ("not significantly dominated", None),
         ("standard-d16-h2", None),
         ("unworse", None),
     ],

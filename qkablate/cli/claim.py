@@ -332,7 +332,7 @@ def _run(request: _ClaimRequest, args: Namespace) -> int:
         if archive is not None:
             reuse.note_tuning(archive, manifest)
         for left in manifest.left_out:
-            raise UserError(f"{claim.name}: {left.arm} is {left.kind}: {left.reason}")
+            raise UserError(f"{claim.name}: {left.arm} is left out ({left.kind}): {left.reason}")
         comparisons = find_comparisons(claim, manifest.arms.values())
         alone = solo_arms(comparisons)
         if alone:

@@ -155,7 +155,7 @@ def main(argv: list[str]) -> int:
     _check_index("--head", args.head, config.model.heads)
     text = attend(restored, args)
     count = TOKENS
-    if args.forms:
+    if args.variants:
         count = max(TOKENS, TOKENS_PER_DIMENSION * config.model.d_model)
     cache, requested = args.keys.get("data.cache", "auto"), request_data(config.data, args.keys)
     data = None if requested is None else open_run_data(restored, requested, cache)
@@ -165,7 +165,7 @@ def main(argv: list[str]) -> int:
         starts = iter(())
     first = max(2, TOKENS // inputs[-1].shape[1])
     row = DiagnosticPanel(model, *(tokens[:first] for tokens in inputs), starts=starts).row()
-    forms = measure_all_forms(restored, inputs) if args.forms else None
+    forms = measure_all_forms(restored, inputs) if args.variants else None
     if restored.is_imported:
         a_map = None if data is None else map_attention(model, inputs[0][0], data)
         keep_measures(restored, source, row, forms, a_map)
@@ -233,7 +233,7 @@ def _parse_args(argv: list[str]) -> Namespace:
     args.step = None if step is None else convert_value("step", step, whole_number())
     has_both = args.layer is not None and args.head is not None
     has_any = args.layer is not None or args.head is not None
-    if args.forms:
+    if args.variants:
         others = {"--head": args.head, "--text": args.text, "-o": args.o}
         if given := [flag for flag, value in others.items() if value is not None]:
             raise UserError(

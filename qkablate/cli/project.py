@@ -33,8 +33,8 @@ Usage: qkablate project RUN [RUN …] variant=NAME [finetune.steps=200]
 
 RUN is a run's folder, or the beginning of its name or id. All weights outside
 the two circuits are copied; the circuits of each layer are set to the closest
-ones that the variant can represent, with the heads assigned so that the error is
-smallest. Then two runs are trained, each in its own folder: the projected
+ones that the variant can represent, with the heads assigned so that the error
+is smallest. Then two runs are trained, each in its own folder: the projected
 model, and the trained model as it is, for the same number of steps, with the
 same settings and the batches that follow those of RUN. The variant's own run
 from scratch is used if it exists. So a gap is split:
@@ -57,8 +57,7 @@ Several variants, or all, are a sweep of short runs: `status`, `results` and
 `report` read it, it trains on any engine, and the table has a row for each
 variant: its parameters, the errors of the projection (relative, root mean
 square over layers), the validation loss before and after fine-tuning, and the
-gap in test loss to the trained model, which is trained further for as many
-steps.
+gap in test loss to the trained model, which is trained further for as long.
 Variants that RUN cannot be projected to are named with the reason.
 
 RUN's data is looked up in your own cache, by its fingerprint. Paths in RUN's

@@ -64,7 +64,7 @@ that of one gap alone. `detectable` is the smallest gap that these seeds detect
 with 80 % power. The BCa bootstrap and the exact sign-flip test are shown for
 comparison. `SE over documents` is the gap's standard error over the documents
 of the test split (of pairs and tags: files, or pairs), which the interval over
-seeds leaves out. The audit lists everything besides the arm that may explain the gap.
+seeds leaves out. The audit lists what else may explain the gap.
 The function distance measures how much the predictions of arm and baseline
 differ, next to the distance between two seeds and the distance that rounding
 alone causes (variant=standard_reassociated).

@@ -155,8 +155,8 @@ class AttentionConfig:
 
     kernel: str = key(
         "auto",
-        "math, flash, folded, blocked, on CUDA also cudnn, efficient, wide; auto: the fastest"
-        " exact one; portable: the fastest that every GPU supports",
+        "math, flash, folded, blocked, on CUDA also cudnn, efficient, wide; auto: an exact one,"
+        " chosen by shape, precision and GPU; portable: only of those that every GPU has",
         Role.CONTENT | Role.PAIR_FREE | Role.FINETUNE,
         choices=(
             *("auto", "portable", "math", "flash", "cudnn", "efficient"),
@@ -260,7 +260,9 @@ class InitFromConfig:
     """The trained run that this one starts from, converted to this variant; all null: none."""
 
     run: str | None = key(
-        None, "a trained run to start from: its folder, or how its name or id begins", Role.CONTENT
+        None,
+        "a trained run to start from: its folder, or the start of its name or id",
+        Role.CONTENT,
     )
     id: str | None = key(
         None,
@@ -299,7 +301,7 @@ class TrackingConfig:
 
     wandb: str = logging_key(
         "auto",
-        "online, offline, disabled; auto: online if W&B has a key, else offline",
+        "online, offline, disabled; auto: WANDB_MODE, else online if W&B has a key, or offline",
         choices=("auto", "online", "offline", "disabled"),
     )
     project: str | None = logging_key(None, "W&B project; null: WANDB_PROJECT, or qkablate")

@@ -67,7 +67,7 @@ def combine_panels(chart: Chart, subject: str, setting: str = "") -> Spec:
     # A viewer's font may be wider than the one that the layout is computed with.
     padding = {"left": 36, "top": 14, "right": 56, "bottom": 14}
     if any(panel.has_own_width for panel in shown):  # perhaps narrower than the text above it
-        padding["right"] = 150
+        padding |= {"left": 72, "right": 150}
     spec = {"concat": panels, "columns": columns, "title": title, "config": config}
     spec |= {"padding": padding}
     # A sequential scale belongs to one panel; the scale of variants to all.

@@ -144,8 +144,8 @@ def run_id(identity: Mapping[str, Any]) -> str:
     return hashlib.sha256(text.encode()).hexdigest()[:12]
 
 
-# Keys whose values a label shows.
 PROJECTION_ERRORS = "projection_losses.json"  # of a fine-tuned run, by layer
+# Keys whose values a label shows.
 LABEL_KEYS = ("variant", "model.d_model", "model.heads", "seed")
 
 

@@ -92,7 +92,7 @@ def test_imported_run_is_evaluated_and_inspected_on_text(qkablate, train, tmp_pa
     ("words", "reasons"),
     [
         (["gtp2"], ["'gtp2' (nearest: gpt2)", "OWNER/NAME"]),
-        (["../up/x"], ["no name on the Hub"]),
+        (["../up/x"], ["is neither a folder nor a name on the Hub"]),
         (["."], ["it has no config.json"]),
         ([], ["no run given"]),
         ([".", "revision=main"], ["revision: the folder"]),

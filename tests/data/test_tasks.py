@@ -336,7 +336,7 @@ def test_best_guess_of_sort_is_that_of_each_position(symbols, length):
     ("form", "shape", "line"),
     [
         ("encoder", {"context": 6}, "model.context: 6 given, but an answer of data=copy has data."),
-        ("encoder_decoder", {"context": 4}, "copy_length=5 tokens; model.context=5"),
+        ("encoder_decoder", {"context": 4}, "copy_length=5 tokens; set model.context=5"),
         (
             "encoder_decoder",
             {"source": 4},

@@ -40,7 +40,7 @@ class PartSpec:
     of: str  # one of MEASURES
     axis: str  # what is equal: tokens, params, flops
     horizon: str  # longest, each; over the lengths of training: growth, asymptote of the gap
-    adjust: str = "mlp"  # the size that pays for an equal number of parameters or FLOPs
+    adjust: str = "mlp"  # the size that is adjusted for equal parameters or FLOPs
     data: tuple[str, ...] = (TEXT,)  # the data of the grid, tasks of the scale
     than: Selector | None = None  # settings of both arms in a comparison that is subtracted
 
@@ -200,8 +200,9 @@ def _check_lengths(part: str, horizon: str, group: list[tuple[Arm, Arm]]) -> Non
     for arm in itertools.chain(*group):
         if not is_annealed(arm.config.optim):
             raise UserError(
-                f"parts.{part}.horizon: {horizon} needs annealed schedules, and {arm.name} has"
-                " another: set optim.schedule: cosine"
+                f"parts.{part}.horizon: {horizon} needs schedules that end at a small rate, and"
+                f" that of {arm.name} does not: set optim.schedule: cosine and leave out"
+                " optim.lr_final"
             )
 
 

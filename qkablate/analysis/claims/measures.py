@@ -86,8 +86,8 @@ class Measure:
             has_accuracy = has_masks(arm.config.data) and self.name == "accuracy"
             if self.needs_task and source in TEXT_SOURCES and not has_accuracy:
                 raise UserError(
-                    f"{where}: {self.name} is defined on tasks alone, and {source} is a text; add"
-                    " data: induction to the part"
+                    f"{where}: {self.name} needs a task, and {source} is a text; add data:"
+                    " induction to the part"
                 )
             if self.is_solo and source not in TEXT_SOURCES:
                 raise UserError(

@@ -8,7 +8,7 @@ from qkablate.report.section import Section
 from qkablate.report.text.table import Table
 from qkablate.table import format_list, print_table, print_text
 
-_LISTED = 6  # forms that the summary names
+_LISTED = 6  # variants that the summary names
 SIDES = {"scores": "scores of B_h", "output": "output of M_h"}
 
 
@@ -85,7 +85,7 @@ def format_inspect_command(section: Section) -> str:
 
 
 def group_obstacles(content: Mapping[str, Any]) -> list[str]:
-    """Return a line per reason, with the variants that cannot represent the circuits."""
+    """Return a line per reason, with the variants that cannot be fitted to the circuits."""
     by_reason: dict[str, list[str]] = {}
     for name, reason in content["obstacles"].items():
         by_reason.setdefault(reason, []).append(name)
@@ -108,7 +108,7 @@ def print_forms(content: Mapping[str, Any], layer: int | None) -> None:
         for side, title in SIDES.items():
             print(f"\n{title}, layer {layer}: error of each head relative to its own")
             _print_heads(content, side, layer)
-    print("\nVariants that cannot represent the run's circuits")
+    print("\nVariants that cannot be fitted to the run's circuits")
     for line in group_obstacles(content):
         print_text(f"  {line}", "    ")
     if layer is None:

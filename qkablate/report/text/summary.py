@@ -29,7 +29,7 @@ _VERDICTS = {
     Verdict.SUPPORTED: "The runs support it",
     Verdict.REFUTED: "The runs refute it",
     Verdict.EQUIVALENT: "The runs find no difference of this size",
-    Verdict.INSENSITIVE: "The experiment could not tell: `uniform` is almost as good",
+    Verdict.INSENSITIVE: "The experiment is insensitive: `uniform` is almost as good",
     Verdict.MIXED: "The runs show no such difference in some parts, and not in others",
 }
 
@@ -187,8 +187,8 @@ _PHRASES: dict[str, str] = {
     Decision.ARM_DIVERGED: "runs diverged for {}",
     Decision.BASELINE_DIVERGED: "baseline runs diverged in pairs with {}",
     Decision.NO_DIFFERENCE_FOUND: "no difference was found for {}",
-    Decision.INSENSITIVE: "the experiment is insensitive for {}, as the baseline barely beats"
-    " `uniform`",
+    Decision.INSENSITIVE: "the experiment is insensitive for {}, as the baseline is not known to"
+    " clearly beat `uniform`",
     Decision.NOT_WORSE: "not worse by {margin}: {}",
     Decision.EQUIVALENT: "equivalent within ± {margin}: {}",
     Decision.FEW_PAIRS: "there are fewer than three pairs for {}",

@@ -272,7 +272,7 @@ def _front_table(fronts: list[Front]) -> Table:
             if arm.is_significant and not arm.is_optimal:
                 dominated.append(f"{arm.arm} ({front.cost})")
                 continue
-            mark = "Pareto-optimal" if arm.is_optimal else "dominated, not significantly"
+            mark = "Pareto-optimal" if arm.is_optimal else "not significantly dominated"
             cost = f"{format_short(arm.cost)} {front.cost}"
             rows.append([arm.arm, cost, f"{arm.mean:.4f}", mark])
     notes = [

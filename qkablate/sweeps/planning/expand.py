@@ -109,7 +109,7 @@ class _Expansion:
             others = len(self.left_out) - 1
             more = f" (and {others} more, none of which is possible)" if others else ""
             first = self.left_out[0]
-            raise UserError(f"{first.arm} is {first.kind}: {first.reason}{more}")
+            raise UserError(f"{first.arm} is left out ({first.kind}): {first.reason}{more}")
         if not added:
             raise UserError(f"sweep.filter: excludes all arms, {excluded} of them")
         if settings.floor:
@@ -206,7 +206,7 @@ class _Expansion:
         if typed not in (None, arm.overrides.get("variant")):  # as gqa with one group is mqa
             name = arm.name.replace(arm.variant, str(typed), 1)
             reason = f"is {arm.name}, which is in the grid"
-            self.left_out.append(LeftOutArm(name, control, reason, "a duplicate"))
+            self.left_out.append(LeftOutArm(name, control, reason, "duplicate"))
 
     def _add_arm(
         self,

@@ -179,7 +179,7 @@ class LeftOutArm:
     arm: str
     control: str
     reason: str
-    kind: str  # unsupported, unmatched (by a control), or a duplicate (of another arm)
+    kind: str  # unsupported, unmatched (by a control), or duplicate (of another arm)
 
 
 @dataclass(frozen=True)

@@ -666,7 +666,7 @@ def test_arms_with_unrequested_differences_are_not_paired(world):
 
 
 def test_growth_needs_annealed_runs(world):
-    with pytest.raises(UserError, match="growth needs annealed schedules"):
+    with pytest.raises(UserError, match="growth needs schedules that end at a small rate"):
         requested_comparisons(
             world, LENGTHS | {"optim.lr_final": "1.0"}, within={"horizon": "growth"}
         )

@@ -411,7 +411,7 @@ def test_failures_of_all_four_arms_count_on_the_side_that_they_move(world):
     assert "attention_skip=True" in conditions[1]
 
 
-# Sizes that pay
+# Sizes that are adjusted
 
 
 def test_mlp_that_pays_may_have_a_ratio_of_its_own(world):
@@ -462,9 +462,9 @@ def test_verdict_names_the_data_on_which_it_holds(world):
 @pytest.mark.parametrize(
     ("grid", "part", "line"),
     [
-        (GRID, {"of": "accuracy"}, "accuracy is defined on tasks alone, and text is a text"),
-        (GRID, {"of": "exact"}, "exact is defined on tasks alone, and text is a text"),
-        (MASKED, {"of": "exact"}, "exact is defined on tasks alone, and text is a text"),
+        (GRID, {"of": "accuracy"}, "accuracy needs a task, and text is a text"),
+        (GRID, {"of": "exact"}, "exact needs a task, and text is a text"),
+        (MASKED, {"of": "exact"}, "exact needs a task, and text is a text"),
         (GRID, {"of": "course"}, "course needs 8 evaluations or more, and train.eval_every"),
         (GRID, {"of": "tokens_to_loss"}, "tokens_to_loss needs 8 evaluations"),
     ],

@@ -188,7 +188,7 @@ def test_fronts_are_pareto_optimal(cached_world):
         study = world.finish(make_loss(rng, means, noise)).study()
         found = {front.cost: front for front in find_fronts(study, {})}
         assert {*found} <= {*COSTS}
-        dominated = surely(study)
+        dominated = dominated_pairs(study)
         for cost in COSTS:
             points = {
                 entry.name: (cost_of(entry.arm, cost), math.fsum(entry.losses.values()) / 4)
@@ -211,7 +211,7 @@ def test_fronts_are_pareto_optimal(cached_world):
                 assert row.is_significant is (not beaters or beaten)
 
 
-def surely(study):
+def dominated_pairs(study):
     """Return all pairs of arms, the second as cheap by some cost, with a gap above 0 by Holm."""
     p_values = {}
     for cost in COSTS:

@@ -62,8 +62,9 @@ def test_figures_of_the_readme_are_those_of_the_claims(studied):
     }
     for part in ("without_w_q", "without_w_k"):
         assert "{:+.3f} [{:+.3f}, {:+.3f}]".format(*found["w_q_necessary", part]) in readme
-    mean, low, high = found["merged_performance", "loss"]
-    assert f"is {-mean:.3f} [{-high:.3f}, {-low:.3f}] better" in readme
+    for part in (("merged_performance", "loss"), ("low_rank", "full_is_worse")):
+        mean, low, high = found[part]
+        assert f"is {-mean:.3f} [{-high:.3f}, {-low:.3f}] better" in readme
     assert "is {:.3f} [{:.3f}, {:.3f}] worse".format(*found["qq_worse", "worse"]) in readme
 
 

@@ -275,7 +275,7 @@ REFUSED = {
     "engine.sbatch=long": "engine.sbatch",
     "engine.sbatch={partition: x}": "engine.sbatch.partition: the engine sets this itself; give",
     "engine.sbatch={array: x}": "engine.sbatch.array: the engine sets this itself",
-    "engine.sbatch={qos: [1, 2]}": "engine.sbatch.qos: .* is not a single line, a number or true",
+    "engine.sbatch={qos: [1, 2]}": "engine.sbatch.qos: .* is not one line of text",
     "engine.address=auto": "engine.address: engine=slurm has no such key",
     "engine.grace=86400": "engine.grace: 86400 s is not less than engine.hours",
     "threads=2": "threads: 2 on 1 of a machine's cores: give engine.cpus=2",

@@ -112,11 +112,11 @@ def check_cluster(engine: EngineConfig) -> None:
             raise UserError(f"engine.sbatch.{key}: the engine sets this itself{hint}")
         if not re.fullmatch(r"[a-z][a-z-]*", name):
             raise UserError(
-                f"engine.sbatch: '{key}' is not an option of sbatch, such as constraint"
+                f"engine.sbatch: '{key}' is not the name of an sbatch option, as qos is"
             )
         if not isinstance(value, str | int | float) or "\n" in str(value):
             raise UserError(
-                f"engine.sbatch.{key}: '{value}' is not a single line, a number or true"
+                f"engine.sbatch.{key}: '{value}' is not one line of text, a number or true"
             )
 
 
