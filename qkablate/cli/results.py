@@ -123,6 +123,8 @@ def _show(
 ) -> int:
     """Print the comparisons of one sweep, or of some runs."""
     kind, folders = source
+    from qkablate.analysis.claims.judgement import judge_sweep
+    from qkablate.analysis.claims.parse import claim_names
     from qkablate.analysis.comparison.ranking import read_times
     from qkablate.analysis.next_sweep import propose_next_sweep
     from qkablate.analysis.publication.archive import find_archives
@@ -167,7 +169,11 @@ def _show(
             for line in study.unread:
                 print_text(sanitize(f"\nnot read: {line}"))
             print()
-            for sentence in summarize(section):
+            judgement = judge_sweep(folders[0]) if kind == "sweep" else None
+            if judgement is not None:
+                title, headline = judgement.claim.title, judgement.headline
+                print_text(f"Judged as the claim {title}: {headline}.", "")
+            for sentence in summarize(dataclasses.replace(section, judgement=judgement)):
                 print_text(sentence, "")
             margin = [] if args.margin is None else ["--margin", f"{args.margin:g}"]
             times_file = ["--times", args.times] if args.times else []
@@ -178,6 +184,10 @@ def _show(
             if args.margin is None and (nats := _propose_margin(summary.gaps)):
                 more.append([*command, "--margin", nats])
             more += [] if show_all else [[*command, "--all"]]
+            if judgement is not None and is_named:
+                claim = judgement.claim
+                named_by = claim.arguments if claim.name in claim_names() else [claim.name]
+                more += [["claim", "show", *named_by, *study.cli_arguments[1:]]]
             more += [["report", *named, *margin]]
             more += [] if is_one_of_several else [[*command, "--json"]]
             print_next_commands(*more)

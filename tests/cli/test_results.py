@@ -199,7 +199,7 @@ def test_margin_is_tested(qkablate, sweep):
     assert "p (gap ≥ 0.01)" in done.out
     assert "seeds for ± 0.01 if the gap is 0" in done.out
     # There is no floor.
-    assert re.search(r"^no_q-d16-h2 .*\binsensitive\b", done.out, re.MULTILINE)
+    assert "no verdict: insensitive: shared_qk-d16-h2" in done.out
     # The margin that was asked for is kept.
     shown = [words for words in proposed_commands(done) if {"results", "report"} & {*words}]
     assert len(shown) == 2
@@ -425,3 +425,17 @@ def test_scaling_is_refused_without_a_grid(qkablate, outputs):
     done = qkablate("results", "--scaling", "--all")
     assert (done.code, done.out) == (2, "")
     assert "--scaling: --all, --times and the other formats show it already" in done.err
+
+
+def test_runs_of_a_claim_are_judged_as_the_claim(qkablate, outputs):
+    done = qkablate("results", "claim-mine")
+    assert done.code == 0
+    assert "Judged as the claim mine (small): INSENSITIVE." in done.out
+    assert "There is no baseline" not in done.out
+    shown = qkablate("claim", "show", "mine").out
+    assert ["qkablate", "claim", "show", "mine"] in proposed_commands(done)
+    assert "\nINSENSITIVE\n" in shown
+    assert "Judged as" not in qkablate("results", "small").out
+    for path in outputs.glob("claims/*/claim.json"):
+        path.unlink()
+    assert "Judged as" not in qkablate("results", "claim-mine").out

@@ -94,6 +94,12 @@ class Claim:
         return f"{self.name} ({self.scale})"
 
     @property
+    def arguments(self) -> list[str]:
+        """Arguments of `qkablate claim` that name it, if it is a shipped one."""
+        scale = [] if self.scale == "small" else [f"scale={self.scale}"]
+        return [self.name, *scale, *(f"{key}={value}" for key, value in self.words.items())]
+
+    @property
     def folder_name(self) -> str:
         return f"{self.name}-{self.scale}-{self.hash[:12]}"
 

@@ -4,10 +4,16 @@ import dataclasses
 import math
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
+from pathlib import Path
 
 from qkablate.analysis.claims.claim import OVER_LENGTHS, Claim, Comparison, find_comparisons
 from qkablate.analysis.claims.measures import Unit
-from qkablate.analysis.claims.registry import STATISTICS, edits_since, find_registrations
+from qkablate.analysis.claims.registry import (
+    STATISTICS,
+    edits_since,
+    find_registrations,
+    registered_names,
+)
 from qkablate.analysis.claims.verdict import (
     Part,
     SeedsNeeded,
@@ -344,3 +350,16 @@ def judge_looks(claim: Claim, out: str) -> list[Judgement]:
         if registration.claim.hash == claim.hash:
             raise
         return []  # it needs arms that the earlier sweep lacks
+
+
+def judge_sweep(sweep: Path) -> Judgement | None:
+    """Judge the registered claim that a sweep was trained for; None if there is none."""
+    folder = sweep.resolve()
+    out = str(folder.parent.parent)
+    names = [name for name in registered_names(out) if folder.name.startswith(f"claim-{name}-")]
+    for registration in (one for name in names for one in find_registrations(out, name)):
+        for seeds, path in registration.sweeps.items():
+            if path.resolve() == folder:
+                looks = judge_looks(registration.claim, out)
+                return next((look for look in looks if look.n == seeds), None)
+    return None

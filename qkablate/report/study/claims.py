@@ -83,9 +83,7 @@ class StudiedClaim:
     @property
     def command(self) -> str:
         """The command that trains and judges the claim."""
-        scale = "" if self.claim.scale == "small" else f" scale={self.claim.scale}"
-        words = "".join(f" {key}={value}" for key, value in self.claim.words.items())
-        return f"qkablate claim run {self.claim.name}{scale}{words}"
+        return " ".join(["qkablate", "claim", "run", *self.claim.arguments])
 
     @property
     def minutes(self) -> float:
