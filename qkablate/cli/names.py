@@ -103,13 +103,18 @@ _RUN_FILES += ["lease", "attempts"]
 
 
 def _find_sources(word: str, out: str, kinds: Collection[str]) -> list[tuple[str, Path]]:
-    """Return what a word names: of archives every claim, or the sweep of its last look."""
+    """Return what a word names: of archives every claim, or the sweep of its last look.
+
+    Claims come in the order of the study's questions.
+    """
     from qkablate.analysis.publication.archive import find_archives
 
     if paths := find_archives(word):
         from qkablate.analysis.publication.unpack import unpack_archives, unpacked_claims
+        from qkablate.report.study.questions import rank_claim
 
         claims = unpacked_claims(unpack_archives(paths))
+        claims.sort(key=lambda registration: rank_claim(registration.claim.name))
         if "claim" in kinds:
             return [("claim", claim.folder) for claim in claims]
         return [("sweep", [*claim.sweeps.values()][-1]) for claim in claims]

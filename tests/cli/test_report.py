@@ -11,6 +11,9 @@ from xml.etree import ElementTree
 import pytest
 import yaml
 
+from qkablate.analysis.claims.registry import read_registration
+from qkablate.cli.names import find_sources
+from qkablate.report.study.questions import rank_claim
 from qkablate.runs.lease import hold_lease
 from tests.cli.helpers import assert_refused, complete, proposed_commands
 
@@ -22,6 +25,7 @@ CLAIM = {
     "grid": {"variant": "standard,no_q"},
     "parts": {"within": {"arm": "no_q", "kind": "noninferior", "margin": 3}},
 }
+PUBLISHED = Path(__file__).parents[2] / "docs" / "study" / "results"
 PNG = b"\x89PNG\r\n\x1a\n"
 
 
@@ -691,3 +695,13 @@ def test_completion(qkablate, monkeypatch, sweep, claim, run_of, shell):
     assert {"-o", "--format", "--margin", "out=", "html", "md", "png", "svg"} <= offered
     assert complete(qkablate, monkeypatch, "qkablate report sm", shell) == [sweep.name]
     assert complete(qkablate, monkeypatch, "qkablate report small --f", shell) == ["--format"]
+
+
+@pytest.mark.slow
+def test_published_claims_are_in_the_order_of_the_questions():
+    """An alphabetical page would begin anywhere."""
+    sources = find_sources([str(PUBLISHED)], "outputs")
+    names = [read_registration(folder).claim.name for _, (folder,) in sources]
+    assert len(names) > 10
+    assert names == sorted(names, key=rank_claim)
+    assert names != sorted(names)
