@@ -116,7 +116,7 @@ class Comparison:
     part: str
     spec: PartSpec
     name: str
-    world: str  # the data or the task
+    dataset: str  # the data or the task
     pairs: list[tuple[str, str]]  # arm and its opponent; several over lengths
     than: tuple[str, str] | None = None  # the pair whose cost is subtracted
 
@@ -131,8 +131,8 @@ def find_comparisons(claim: Claim, arms: Iterable[Arm]) -> list[Comparison]:
 
 def _find_comparisons(claim: Claim, arms: list[Arm]) -> Iterator[Comparison]:
     for name, spec in claim.parts.items():
-        for world in spec.data:
-            comparisons = [*_find_comparisons_in(claim, name, spec, world, arms)]
+        for dataset in spec.data:
+            comparisons = [*_find_comparisons_in(claim, name, spec, dataset, arms)]
             if not comparisons:
                 raise UserError(
                     f"parts.{name}.than: every arm of the grid has {_format_settings(spec.than)};"
@@ -146,23 +146,23 @@ def _format_settings(settings: Selector | None) -> str:
 
 
 def _find_comparisons_in(
-    claim: Claim, part: str, spec: PartSpec, world: str, arms: list[Arm]
+    claim: Claim, part: str, spec: PartSpec, dataset: str, arms: list[Arm]
 ) -> Iterator[Comparison]:
-    known = [arm for arm in arms if not claim.tasks or _world_of(arm, claim.tasks) == world]
+    known = [arm for arm in arms if not claim.tasks or _dataset_of(arm, claim.tasks) == dataset]
     pairs = _find_pairs(claim, spec, known)
     if not pairs:
         raise _no_pair(part, spec)
     spec.measure.check_arms(f"parts.{part}.of", [arm for pair in pairs for arm in pair])
     groups: dict[str, list[tuple[Arm, Arm]]] = {}
     for arm, other in sorted(pairs, key=lambda pair: pair[0].tokens):
-        words = shared_values(claim, world, *(_typed_values(side, arms) for side in (arm, other)))
-        title = " ".join([part, *([f"on {world}"] if len(spec.data) > 1 else []), *words])
+        words = shared_values(claim, dataset, *(_typed_values(side, arms) for side in (arm, other)))
+        title = " ".join([part, *([f"on {dataset}"] if len(spec.data) > 1 else []), *words])
         groups.setdefault(title, []).append((arm, other))
     for title, group in groups.items():
         if spec.horizon in OVER_LENGTHS:
             _check_lengths(part, spec.horizon, group)
             names = [(arm.name, other.name) for arm, other in group]
-            yield Comparison(part, spec, title, world, names)
+            yield Comparison(part, spec, title, dataset, names)
             continue
         lengths = {arm.tokens for arm, _ in group}
         shown = lengths if spec.horizon == "each" else {max(lengths)}
@@ -171,7 +171,7 @@ def _find_comparisons_in(
             pair = arm.name, other.name
             than = _find_subtracted(claim, part, spec, arm, known, arms)
             if than != pair:  # that is what the others are compared with
-                yield Comparison(part, spec, f"{title}{at}", world, [pair], than)
+                yield Comparison(part, spec, f"{title}{at}", dataset, [pair], than)
 
 
 def _find_subtracted(
@@ -222,7 +222,7 @@ def _typed_values(arm: Arm, arms: list[Arm]) -> dict[str, Any]:
 
 
 def shared_values(
-    claim: Claim, world: str, values: Mapping[str, Any], other_values: Mapping[str, Any]
+    claim: Claim, dataset: str, values: Mapping[str, Any], other_values: Mapping[str, Any]
 ) -> list[str]:
     """Return the varied settings that a pair shares, besides its length."""
     return [
@@ -230,7 +230,7 @@ def shared_values(
         for key, text in claim.grid.items()
         if re.search(r"[,(]", re.sub(r"\[[^]]*\]", "", text))  # [0.9,0.95] is one value
         if key in values and values[key] == other_values.get(key)
-        if key != "variant" and key not in claim.tasks.get(world, {})
+        if key != "variant" and key not in claim.tasks.get(dataset, {})
         if not key.startswith("train.")
     ]
 
@@ -262,7 +262,7 @@ def _find_pairs(claim: Claim, spec: PartSpec, arms: list[Arm]) -> list[tuple[Arm
     return [(a, b) for a, b in pairs if a.name != b.name and agree(a, b)]
 
 
-def _world_of(arm: Arm, tasks: Mapping[str, Mapping[str, Any]]) -> str:
+def _dataset_of(arm: Arm, tasks: Mapping[str, Mapping[str, Any]]) -> str:
     """Return the name of the task that an arm is trained on, or `text`."""
     for name, settings in tasks.items():
         if all(_is_same(arm.overrides.get(key), as_word(v)) for key, v in settings.items()):

@@ -107,16 +107,16 @@ class Judgement:
         return scope
 
     @property
-    def worlds(self) -> dict[str, Verdict]:
+    def datasets(self) -> dict[str, Verdict]:
         """Verdict on the text and on each task, if the claim is about several."""
-        by_world: dict[str, list[PartJudgement]] = {}
+        by_dataset: dict[str, list[PartJudgement]] = {}
         for judged in self.parts:
-            by_world.setdefault(judged.comparison.world, []).append(judged)
-        if len(by_world) < 2 or not self.has_ended:
+            by_dataset.setdefault(judged.comparison.dataset, []).append(judged)
+        if len(by_dataset) < 2 or not self.has_ended:
             return {}
         return {
-            world: merge_verdicts([j.word for j in parts], [j.part for j in parts])
-            for world, parts in by_world.items()
+            dataset: merge_verdicts([j.word for j in parts], [j.part for j in parts])
+            for dataset, parts in by_dataset.items()
         }
 
     @property

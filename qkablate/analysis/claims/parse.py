@@ -126,7 +126,7 @@ def parse_claim(name: str, content: Any, scale: str, words: Mapping[str, str]) -
         }
         given = [key for key in words if key == "data" or key.startswith("data.")]
         if given and not on_text:
-            about = " and ".join(_find_worlds(specs))
+            about = " and ".join(_find_datasets(specs))
             raise UserError(f"{given[0]}: this claim is about {about} alone")
         specs = on_text or specs
     if not any(spec.measure.is_of_runs for spec in specs.values()):
@@ -134,18 +134,18 @@ def parse_claim(name: str, content: Any, scale: str, words: Mapping[str, str]) -
     filters = [] if content.get("filter") is None else content["filter"]
     if not isinstance(filters, list) or not all(isinstance(text, str) for text in filters):
         raise UserError("filter: must be a list of predicates")
-    worlds = _find_worlds(specs)
-    used = {name: tasks[name] for name in worlds if name != TEXT}
-    if TEXT not in worlds:  # the first task takes the place of the text
+    datasets = _find_datasets(specs)
+    used = {name: tasks[name] for name in datasets if name != TEXT}
+    if TEXT not in datasets:  # the first task takes the place of the text
         used = {
             name: {key: value for key, value in settings.items() if key not in own}
             for name, settings in used.items()
         }
-        first = used[worlds[0]]
+        first = used[datasets[0]]
         grid = {k: text for k, text in grid.items() if k in own or not k.startswith("data.")}
         grid |= {key: as_word(value) for key, value in first.items()}
         changed = {key: scale_values[key] for key in first if key in scale_values}
-        used = {name: changed | used[name] for name in worlds} if len(worlds) > 1 else {}
+        used = {name: changed | used[name] for name in datasets} if len(datasets) > 1 else {}
     seeds = _seeds(content.get("seeds"))
     for key, spec in specs.items():
         if spec.measure.sample is Median and seeds[0] < MIN_OF_MEDIAN:
@@ -183,8 +183,8 @@ def check_settings(where: str, settings: Mapping[str, Any]) -> None:
         check_digits(key, str(value))
 
 
-def _find_worlds(specs: Mapping[str, PartSpec]) -> list[str]:
-    return [*dict.fromkeys(world for spec in specs.values() for world in spec.data)]
+def _find_datasets(specs: Mapping[str, PartSpec]) -> list[str]:
+    return [*dict.fromkeys(dataset for spec in specs.values() for dataset in spec.data)]
 
 
 def _seeds(value: Any) -> tuple[int, ...]:
@@ -207,7 +207,7 @@ def _baseline(value: Any) -> Any:
     return value
 
 
-def _part(name: str, value: Any, grid: Mapping[str, str], worlds: Sequence[str]) -> PartSpec:
+def _part(name: str, value: Any, grid: Mapping[str, str], datasets: Sequence[str]) -> PartSpec:
     where = f"parts.{name}"
     given = _map(where, value, _PART_DEFAULTS)
     value = _PART_DEFAULTS | given
@@ -221,10 +221,10 @@ def _part(name: str, value: Any, grid: Mapping[str, str], worlds: Sequence[str])
     _check_margin(where, value)
     _check_question(where, value)
     data = value["data"] if isinstance(value["data"], list) else [value["data"]]
-    for world in data:
-        _check_choice(f"{where}.data", world, worlds)
+    for dataset in data:
+        _check_choice(f"{where}.data", dataset, datasets)
     if not data or len({*data}) < len(data):
-        raise UserError(f"{where}.data: name each of {', '.join(worlds)} once")
+        raise UserError(f"{where}.data: name each of {', '.join(datasets)} once")
     if "arm" not in given:
         raise UserError(f"{where}.arm: is required")
     sides = {key: _selector(f"{where}.{key}", value[key], grid) for key in ("arm", "against")}

@@ -113,6 +113,6 @@ def find_part(studied: StudiedClaim, anchor: Anchor) -> PartJudgement | None:
     """Return the part of a claim that asks what a published result says; None if it has none."""
     for judged in studied.judgement.parts:
         is_asked = judged.comparison.part == anchor.part
-        if is_asked and anchor.data in (None, judged.comparison.world):
+        if is_asked and anchor.data in (None, judged.comparison.dataset):
             return judged
     return None

@@ -71,7 +71,7 @@ def format_compared(judged: PartJudgement) -> str:
     """Return the variant of a part, with what it is compared to unless that is standard."""
     spec = judged.comparison.spec
     text = _format_arms(spec)
-    text += f" on {world}" if (world := judged.comparison.world) != "text" else ""
+    text += f" on {dataset}" if (dataset := judged.comparison.dataset) != "text" else ""
     return text + (f" at equal {spec.axis}" if spec.axis != "tokens" else "")
 
 

@@ -160,7 +160,7 @@ def _format_claim(studied: StudiedClaim, pictures: set[str], histories: set[str]
     lines += [f"> {escape_markdown(claim.says)}", "", f"From {escape_markdown(claim.source)}.", ""]
     lines += [f"**{escape_markdown(studied.verdict)}**", ""]
     lines += [f"- exploratory: {escape_markdown(reason)}" for reason in judgement.exploratory]
-    lines += [f"- on {world}: {word}" for world, word in judgement.worlds.items()]
+    lines += [f"- on {dataset}: {word}" for dataset, word in judgement.datasets.items()]
     lines += ["", "Tested:", ""]
     lines += [
         f"- {name}: {escape_markdown(format_spec(spec))}" for name, spec in claim.parts.items()

@@ -96,7 +96,7 @@ def format_judgement(judgement: Judgement, screen: Screen = PLAIN) -> list[str]:
         return [part for text in texts for part in screen.wrap(sanitize(text), "    ")]
 
     verdict = [f"{judgement.headline}{label}"]
-    verdict += [f"  on {world}: {word}" for world, word in judgement.worlds.items()]
+    verdict += [f"  on {dataset}: {word}" for dataset, word in judgement.datasets.items()]
     text = lines(*format_claim(judgement.claim), "")
     text += map(screen.paint_words, lines(*verdict))
     text += lines(*(f"  unless {condition}" for condition in judgement.unless))
@@ -240,7 +240,7 @@ def judgement_to_json(judgement: Judgement) -> dict[str, object]:
         "verdict": judgement.word,
         "scope": judgement.scope,
         "unless": judgement.unless,
-        "data": judgement.worlds,
+        "data": judgement.datasets,
         "exploratory": judgement.exploratory,
         "sweep": judgement.study.name,
         "seeds": judgement.n,
@@ -266,7 +266,7 @@ def _part_to_json(judged: PartJudgement, alpha: float) -> dict[str, object]:
         "unit": unit.value,
         "arms": arms,
         "than": judged.comparison.than is not None,  # then the last two arms are subtracted
-        "data": judged.comparison.world,
+        "data": judged.comparison.dataset,
         "accuracy": [[entry.accuracy for entry in gap.sides] for gap in judged.gaps],
         "chance": [gap.arm.chance for gap in judged.gaps],
         "axis": spec.axis,

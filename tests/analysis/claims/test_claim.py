@@ -791,7 +791,7 @@ def assert_finds_its_arms(own, *free):
     )
     asks = find_comparisons(own, manifest.arms.values())
     assert {one.part for one in asks} == {*own.parts}
-    assert {(one.part, one.world) for one in asks} == {
+    assert {(one.part, one.dataset) for one in asks} == {
         (part, world) for part, spec in own.parts.items() for world in spec.data
     }
     assert len({one.name for one in asks}) == len(asks)
@@ -803,7 +803,7 @@ def assert_finds_its_arms(own, *free):
             assert arm.name != other.name
             assert arm.tokens == other.tokens
             assert arm.facts["data_fingerprint"] == other.facts["data_fingerprint"]
-            assert arm.config.data.source == source_of(own, one.world)
+            assert arm.config.data.source == source_of(own, one.dataset)
             if one.spec.axis in ("params", "flops"):
                 sizes = [getattr(side, one.spec.axis) for side in (arm, other)]
                 assert sizes[0] == pytest.approx(sizes[1], rel=0.01)
@@ -812,7 +812,7 @@ def assert_finds_its_arms(own, *free):
         assert lengths == sorted(lengths)
     for part_name, one in own.parts.items():
         for world in one.data:
-            own_asks = [a for a in asks if (a.part, a.world) == (part_name, world)]
+            own_asks = [a for a in asks if (a.part, a.dataset) == (part_name, world)]
             lengths = {manifest.arms[a.pairs[0][0]].tokens for a in own_asks}
             source = source_of(own, world)
             arms = [arm for arm in manifest.arms.values() if arm.config.data.source == source]

@@ -448,7 +448,7 @@ def test_verdict_names_the_data_on_which_it_holds(world):
 
     found = judged(made.finish(loss), own)
     assert found.word == "REFUTED"
-    assert found.worlds == {"text": "SUPPORTED", "recall": "REFUTED"}
+    assert found.datasets == {"text": "SUPPORTED", "recall": "REFUTED"}
     text = format_judgement(found)
     assert "  on text: SUPPORTED" in text
     assert "  on recall: REFUTED" in text
