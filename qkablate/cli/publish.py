@@ -16,7 +16,7 @@ Usage: qkablate publish CLAIM … [-o FOLDER] [out=FOLDER]
 Writes one archive for each claim, <name>-<scale>-<hash>.json.gz, with
 SHA256SUMS: the claim as it was registered, and of every run that has ended,
 those of tuning too, its id, settings, result, and the CPU, versions and commit.
-Of the final runs it keeps the curves of the loss, 64 readings at most, and the
+Of the final runs it keeps the curves of the loss, 64 points at most, and the
 losses by document, summed over the runs of an arm. Checkpoints, predictions,
 diagnostics and attention maps are left out.
 

@@ -210,9 +210,9 @@ def _curve_table(curves: list[CurveSummary]) -> Table:
             for r in (readings[0], readings[len(readings) // 2], readings[-1])
         ]
         rows.append([curve.arm, *picked, *_estimate_cells(growth)])
-    head = ["arm", "first reading", "middle", "last", "growth", "95 % interval"]
+    head = ["arm", "first evaluation", "middle", "last", "growth", "95 % interval"]
     notes = [
-        "bands cover all readings simultaneously; growth: change of the gap over the last"
+        "bands cover all evaluations simultaneously; growth: change of the gap over the last"
         " doubling of tokens",
         "in the middle of a schedule these describe, and decide nothing",
     ]
