@@ -12,6 +12,7 @@ from qkablate.report.text.numbers import sanitize_all
 MAX_PANELS = 24  # of one file
 _AXIS = {"gridColor": "var(--line)", "gridOpacity": 0.6, "domainColor": "var(--line)"}
 _AXIS |= {"tickColor": "var(--line)", "labelColor": "var(--ink)", "titleColor": "var(--faint)"}
+_AXIS |= {"titlePadding": 9}  # a viewer's font may be wider than the one of the layout
 CONFIG: Spec = {
     "background": None,
     "font": "system-ui, sans-serif",

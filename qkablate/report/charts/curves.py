@@ -88,7 +88,7 @@ def gap_curve_chart(section: Section) -> Chart:
     split = "validation" if section.metric == VAL else "training"
     caption = (
         f"Gap in {split} loss to the baseline, paired by seed ({format_n(counts)}). Bands:"
-        " simultaneous 95 % intervals over all evaluations. Gaps before the end of the schedule are"
+        " simultaneous 95 % intervals over all points. Gaps before the end of the schedule are"
         " descriptive only."
     )
     caption += " A single pair has no band." if min(counts, default=2) < 2 else ""
