@@ -25,6 +25,7 @@ from qkablate.screen import find_screen
 from qkablate.table import format_count, print_json, print_next_commands, print_text
 
 if TYPE_CHECKING:
+    from qkablate.analysis.claims.claim import Claim
     from qkablate.analysis.claims.judgement import Judgement
 
 HELP = """qkablate claim: register a hypothesis before its runs, and judge it.
@@ -292,28 +293,18 @@ def _run(request: _ClaimRequest, args: Namespace) -> int:
     from qkablate.analysis.claims import registry
     from qkablate.analysis.claims.claim import find_comparisons
     from qkablate.analysis.claims.judgement import counting_judgement, judge_looks, solo_arms
-    from qkablate.analysis.claims.parse import MOST_SEEDS
     from qkablate.analysis.publication import reuse
     from qkablate.analysis.publication.archive import refuse_archives
     from qkablate.api.sweep import plan_sweep
     from qkablate.cli.launch import run_and_print, show_plan
-    from qkablate.report.text.claims import format_claim
 
     claim = request.claim
-    looks = list(claim.seeds)
     registrations = registry.find_registrations(request.out, claim.name)
     refuse_archives(request.out)
     folder = getattr(args, "from")
     source = ["--from", folder] if folder else []
-    if args.more:
-        is_registered = any(entry.claim.hash == claim.hash for entry in registrations)
-        earlier = [x for x in judge_looks(claim, request.out) if x.has_ended and is_registered]
-        if not any(x.is_conclusive or x.n == looks[-1] for x in earlier if x.n in looks):
-            line = shlex.join(["qkablate", *request.command("run"), *source])
-            raise UserError(f"--more: run the declared seeds first: {line}")
-        looks = [looks[-1] + args.more]
-        if looks[0] > MOST_SEEDS:
-            raise UserError(f"--more: {looks[0]:,} seeds are more than {MOST_SEEDS:,}")
+    more = ["--more", str(args.more)] if args.more else []
+    looks = _count_more(request, args.more, source) if args.more else list(claim.seeds)
     archive = None
     if folder:
         archive = reuse.find_archive(folder, claim)
@@ -326,7 +317,6 @@ def _run(request: _ClaimRequest, args: Namespace) -> int:
         grid, words = registry.claim_grid(claim, seeds)
         with open_hydra():
             sweep_request = read_request([*words, *request.run_words], grid)
-            more = ["--more", str(args.more)] if args.more else []
             command = [*request.command("run"), *more, *source]
             manifest, slots = plan_sweep(sweep_request, command)
         if archive is not None:
@@ -335,24 +325,11 @@ def _run(request: _ClaimRequest, args: Namespace) -> int:
             raise UserError(f"{claim.name}: {left.arm} is left out ({left.kind}): {left.reason}")
         comparisons = find_comparisons(claim, manifest.arms.values())
         alone = solo_arms(comparisons)
-        if alone:
-            from qkablate.sweeps.running.solo import TYPICAL, measure_arms
         if alone and sweep_request.settings.engine.name != "local":
             raise UserError("engine: seconds and memory are measured here, with engine=local")
         if args.dry_run:
-            pairs = [f"{format_count(len(comparisons), 'comparison')} of {seeds} pairs"]
-            if alone:
-                minutes = math.ceil(len(alone) * seeds * TYPICAL / 60)
-                arms = format_count(len(alone), "arm")
-                pairs.append(f"then {arms} measured alone, {seeds} times: some {minutes} min more")
-            if archive is not None:
-                count = reuse.count_published(archive, manifest)
-                pairs.append(
-                    f"{format_count(count, 'published run')} count as done, as far as the search"
-                    " chooses the published rates; below is the cost of all runs"
-                )
-            for line in (*format_claim(claim), "", *pairs, ""):
-                print_text(line, " " * 10)
+            reused = None if archive is None else reuse.count_published(archive, manifest)
+            _print_plan(claim, seeds, len(comparisons), len(alone), reused)
             return show_plan(manifest, slots, sweep_request, as_json=False)
         if archive is not None:
             count = reuse.count_published(archive, manifest)
@@ -365,6 +342,8 @@ def _run(request: _ClaimRequest, args: Namespace) -> int:
                 reuse.add_runs(archive, manifest)
             code = run_and_print(manifest, slots, sweep_request, retry=args.retry is not None)
             if not code and alone:
+                from qkablate.sweeps.running.solo import measure_arms
+
                 measure_arms(manifest, alone, seeds)
         except OSError as error:
             print_stderr(f"qkablate: {error}")
@@ -379,6 +358,48 @@ def _run(request: _ClaimRequest, args: Namespace) -> int:
     print()
     _print(judgement, judged_looks, request.out)
     return 0
+
+
+def _count_more(request: _ClaimRequest, more: int, source: list[str]) -> list[int]:
+    """Return the number of seeds with `more`; UserError before the declared ones have run."""
+    from qkablate.analysis.claims.judgement import judge_looks
+    from qkablate.analysis.claims.parse import MOST_SEEDS
+    from qkablate.analysis.claims.registry import find_registrations
+
+    claim = request.claim
+    known = {one.claim.hash for one in find_registrations(request.out, claim.name)}
+    looks = judge_looks(claim, request.out) if claim.hash in known else []
+    declared = [look for look in looks if look.has_ended and look.n in claim.seeds]
+    if not any(look.is_conclusive or look.n == claim.seeds[-1] for look in declared):
+        line = shlex.join(["qkablate", *request.command("run"), *source])
+        raise UserError(f"--more: run the declared seeds first: {line}")
+    count = claim.seeds[-1] + more
+    if count > MOST_SEEDS:
+        raise UserError(f"--more: {count:,} seeds are more than {MOST_SEEDS:,}")
+    return [count]
+
+
+def _print_plan(
+    claim: "Claim", seeds: int, comparisons: int, alone: int, reused: int | None
+) -> None:
+    """Print what a claim compares; the plan of its runs follows."""
+    from qkablate.report.text.claims import format_claim
+
+    lines = [*format_claim(claim), ""]
+    lines.append(f"{format_count(comparisons, 'comparison')} of {seeds} pairs")
+    if alone:
+        from qkablate.sweeps.running.solo import TYPICAL
+
+        minutes = math.ceil(alone * seeds * TYPICAL / 60)
+        arms = format_count(alone, "arm")
+        lines.append(f"then {arms} measured alone, {seeds} times: some {minutes} min more")
+    if reused is not None:
+        lines.append(
+            f"{format_count(reused, 'published run')} count as done, as far as the search chooses"
+            " the published rates; below is the cost of all runs"
+        )
+    for line in (*lines, ""):
+        print_text(line, " " * 10)
 
 
 def _print(judgement: "Judgement", looks: list["Judgement"], out: str) -> None:
