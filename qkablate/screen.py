@@ -12,7 +12,7 @@ _CODES = {"bold": "1", "dim": "2", "red": "31", "green": "32", "yellow": "33", "
 _WORDS = {
     "cyan": "equivalent|EQUIVALENT|not worse",
     "green": "better|done|holds|SUPPORTED",
-    "red": "worse|(?:arm |baseline )?diverged|failed|VIOLATED|REFUTED|dominated",
+    "red": "worse|(?:arm |baseline )?diverged|failed|VIOLATED|REFUTED",
     "yellow": "no difference (?:was )?found|no verdict|insensitive|too few pairs"
     "|no pairs|interrupted|INSENSITIVE|MIXED|UNDERPOWERED|INCOMPLETE",
 }

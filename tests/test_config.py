@@ -18,10 +18,10 @@ from qkablate.config import (
     SweepConfig,
     conf_dir,
     flatten,
+    from_hydra,
     from_plain,
     has_role,
     is_key,
-    load,
     names_of,
     variants,
 )
@@ -50,7 +50,7 @@ def composed(*overrides: str):
 
 
 def loaded(*overrides: str) -> Config:
-    return load(composed(*overrides))
+    return from_hydra(composed(*overrides))
 
 
 def checked(*overrides: str) -> Config:

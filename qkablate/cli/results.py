@@ -21,6 +21,7 @@ from qkablate.table import (
 )
 
 if TYPE_CHECKING:
+    from qkablate.analysis.claims.claim import Claim
     from qkablate.analysis.comparison.summary import GapSummary
     from qkablate.report.section import Section
     from qkablate.report.text.table import Table
@@ -124,7 +125,6 @@ def _show(
     """Print the comparisons of one sweep, or of some runs."""
     kind, folders = source
     from qkablate.analysis.claims.judgement import judge_sweep
-    from qkablate.analysis.claims.parse import claim_names
     from qkablate.analysis.comparison.ranking import read_times
     from qkablate.analysis.next_sweep import propose_next_sweep
     from qkablate.analysis.publication.archive import find_archives
@@ -142,7 +142,14 @@ def _show(
     named = study.cli_arguments if is_named else [*words, *out_words(out)]
     times = read_times(args.times, study) if args.times else {}
     where = out if kind == "runs" else str(folders[0])
-    section = Section(study.name, where, study, args.margin, milliseconds=times)
+    judgement, problem = None, ""
+    if kind == "sweep" and form == "table" and not args.scaling:
+        try:
+            judgement = judge_sweep(folders[0], study)
+        except UserError as error:
+            problem = f"not judged as a claim: {error}"
+    judged = judgement if args.margin is None else None  # at a margin, the gaps are described
+    section = Section(study.name, where, study, args.margin, judged, milliseconds=times)
     summary = section.summary
     with suppress(BrokenPipeError):
         if form == "json":
@@ -169,12 +176,13 @@ def _show(
             for line in study.unread:
                 print_text(sanitize(f"\nnot read: {line}"))
             print()
-            judgement = judge_sweep(folders[0]) if kind == "sweep" else None
+            if problem:
+                print_text(sanitize(problem), "")
             if judgement is not None:
-                title, headline = judgement.claim.title, judgement.headline
-                print_text(f"Judged as the claim {title}: {headline}.", "")
-            for sentence in summarize(dataclasses.replace(section, judgement=judgement)):
-                print_text(sentence, "")
+                title = f"{judgement.claim.title} with {judgement.n} seeds"
+                print_text(sanitize(f"Judged as the claim {title}: {judgement.headline}."), "")
+            for sentence in summarize(section):
+                print_text(sanitize(sentence), "")
             margin = [] if args.margin is None else ["--margin", f"{args.margin:g}"]
             times_file = ["--times", args.times] if args.times else []
             command = ["results", *named, *margin, *times_file]
@@ -185,14 +193,23 @@ def _show(
                 more.append([*command, "--margin", nats])
             more += [] if show_all else [[*command, "--all"]]
             if judgement is not None and is_named:
-                claim = judgement.claim
-                named_by = claim.arguments if claim.name in claim_names() else [claim.name]
-                more += [["claim", "show", *named_by, *study.cli_arguments[1:]]]
+                more += [[*_show_claim(judgement.claim), *study.cli_arguments[1:]]]
             more += [["report", *named, *margin]]
             more += [] if is_one_of_several else [[*command, "--json"]]
             print_next_commands(*more)
         sys.stdout.flush()
     return 0 if study.is_complete and (study.entries or not study.unread) else 1
+
+
+def _show_claim(claim: "Claim") -> list[str]:
+    """Return the command that shows a claim: by its name only if that is a shipped one."""
+    from qkablate.analysis.claims.parse import claim_names, load_claim
+
+    with suppress(UserError):
+        shipped = claim.name in claim_names() and load_claim(claim.name, claim.scale, claim.words)
+        if shipped and shipped.hash == claim.hash:
+            return ["claim", "show", *claim.arguments]
+    return ["report", claim.folder_name]
 
 
 def _print_scaling(section: "Section") -> None:

@@ -1,7 +1,7 @@
 """The config of a run: typed, strict, and resolved once. Imports nothing heavy.
 
-`load` turns what Hydra composed into a checked Config; `resolve` replaces every `auto` that does
-not depend on the machine. Device, precision, compile and threads are resolved in training.
+`from_hydra` turns what Hydra composed into a checked Config; `resolve` replaces every `auto` that
+does not depend on the machine. Device, precision, compile and threads are resolved in training.
 """
 
 import dataclasses

@@ -26,7 +26,7 @@ from qkablate.pretrained.layouts import PREFIXES
 from qkablate.pretrained.published_config import Architecture, make_config
 from qkablate.pretrained.repository import CONFIG, WEIGHTS, write_json_text
 from qkablate.pretrained.standardize import standardize
-from qkablate.pretrained.weights import join_entry
+from qkablate.pretrained.weights import join_tensors
 from qkablate.randomness import named_generator
 from qkablate.runs.records import read_json
 from qkablate.table import format_bytes
@@ -66,9 +66,9 @@ def export_run(restored: RestoredRun, folder: Path) -> Exported:
     difference = _compare(restored.model, model)
     weights = {name: value.float() for name, value in model.state_dict().items()}
     prefix, tensors = PREFIXES[family], {}
-    for entry in architecture.entries().values():
+    for entry in architecture.tensor_maps().values():
         full = entry.name if entry.name == "lm_head.weight" else prefix + entry.name
-        tensors[full] = join_entry(entry, weights)
+        tensors[full] = join_tensors(entry, weights)
     end = 50256 if _has_gpt2_tokens(restored) else None
     _write(folder, make_config(architecture, end), tensors)
     params = sum(value.numel() for value in tensors.values())

@@ -70,7 +70,7 @@ def import_run(
     from qkablate.training.resolve import build_empty_model, check_out
 
     tensors = find_tensors(architecture, files)
-    sizes = [entry_size(entry.shape) for entry in architecture.entries().values()]
+    sizes = [entry_size(entry.shape) for entry in architecture.tensor_maps().values()]
     params, root = sum(sizes), Path(out).expanduser()
     check_out(root, 4 * params + 2**20)  # in fp32
     # The largest is also there as it is read, as it is checked, and where it is stored twice.

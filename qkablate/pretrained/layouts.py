@@ -37,7 +37,7 @@ def is_constant(family: str, name: str) -> bool:
     return bool(_CONSTANTS[family].fullmatch(name))
 
 
-def list_entries(
+def list_tensor_maps(
     family: str, model: ModelConfig, vocabulary: int, key_heads: int
 ) -> Iterator[TensorMap]:
     """Yield the tensors of a model, named without the prefix of their family."""

@@ -12,7 +12,7 @@ from typing import Any
 from qkablate.config import Config, ModelConfig, VariantConfig, check, resolve_variant
 from qkablate.config.variant import mlp_units
 from qkablate.errors import UserError, nearest_hint, sanitize
-from qkablate.pretrained.layouts import TensorMap, list_entries
+from qkablate.pretrained.layouts import TensorMap, list_tensor_maps
 
 # Names of activations in config.json, and ours.
 _ACTIVATIONS = {"gelu_new": "gelu_tanh", "gelu_pytorch_tanh": "gelu_tanh", "gelu": "gelu"}
@@ -44,10 +44,10 @@ class Architecture:
         groups = self.variant.groups
         return groups if isinstance(groups, int) else self.model.heads
 
-    def entries(self) -> dict[str, TensorMap]:
+    def tensor_maps(self) -> dict[str, TensorMap]:
         """Return the tensors of the published file by name, without their prefix."""
         sizes = (self.model, self.vocabulary, self.key_heads)
-        return {entry.name: entry for entry in list_entries(self.family, *sizes)}
+        return {entry.name: entry for entry in list_tensor_maps(self.family, *sizes)}
 
     def may_lack(self, entry: TensorMap) -> bool:
         """Return whether the published model has no such tensor, and ours is zero."""

@@ -32,7 +32,7 @@ def find_tensors(architecture: Architecture, files: list[Path]) -> dict[str, Ten
                 raise UserError(f"{file.name}: {sanitize(full[:80])} is there twice")
             if not is_constant(family, name):
                 found[name] = (full, info)
-    entries = architecture.entries()
+    entries = architecture.tensor_maps()
     if architecture.model.tied and "lm_head.weight" in found:
         entries["lm_head.weight"] = _tied_head(architecture)
     tensors, names = {}, [*found]
@@ -65,7 +65,7 @@ def find_tensors(architecture: Architecture, files: list[Path]) -> dict[str, Ten
 
 
 def _tied_head(architecture: Architecture) -> TensorMap:
-    """Return the entry of an output head that is the embedding."""
+    """Return the map of an output head that is the embedding."""
     shape = (architecture.vocabulary, architecture.model.d_model)
     return TensorMap("lm_head.weight", shape, ("token_embedding.weight",))
 
@@ -89,7 +89,7 @@ def load_tensors(
     progress: Callable[[int], None],
 ) -> dict[str, Tensor]:
     """Return our weights in fp32 from the published ones; UserError for one that is not finite."""
-    entries, prefix = architecture.entries(), PREFIXES[architecture.family]
+    entries, prefix = architecture.tensor_maps(), PREFIXES[architecture.family]
     weights: dict[str, Tensor] = {}
     rows = {prefix + _POSITIONS: architecture.model.context, _POSITIONS: architecture.model.context}
     done, head = 0, None
@@ -99,7 +99,7 @@ def load_tensors(
         ):
             name = full.removeprefix(prefix)
             if name in entries:
-                weights |= split_entry(entries[name], value)
+                weights |= split_tensor(entries[name], value)
             else:
                 head = value
             done += value.numel()
@@ -132,7 +132,7 @@ def _read_values(
         raise UserError(f"{file.name}: it cannot be read: {reason}") from None
 
 
-def split_entry(entry: TensorMap, value: Tensor) -> dict[str, Tensor]:
+def split_tensor(entry: TensorMap, value: Tensor) -> dict[str, Tensor]:
     """Return our tensors of a published one."""
     value = value.T if entry.transposed else value
     parts = value.chunk(len(entry.parts), -1)
@@ -142,7 +142,7 @@ def split_entry(entry: TensorMap, value: Tensor) -> dict[str, Tensor]:
     }
 
 
-def join_entry(entry: TensorMap, weights: Mapping[str, Tensor]) -> Tensor:
+def join_tensors(entry: TensorMap, weights: Mapping[str, Tensor]) -> Tensor:
     """Return a published tensor of ours."""
     value = torch.cat([weights[part] for part in entry.parts], -1)
     return (value.T if entry.transposed else value).contiguous()

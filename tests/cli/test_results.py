@@ -430,12 +430,18 @@ def test_scaling_is_refused_without_a_grid(qkablate, outputs):
 def test_runs_of_a_claim_are_judged_as_the_claim(qkablate, outputs):
     done = qkablate("results", "claim-mine")
     assert done.code == 0
-    assert "Judged as the claim mine (small): INSENSITIVE." in done.out
+    assert "Judged as the claim mine (small) with 3 seeds: INSENSITIVE." in done.out
     assert "There is no baseline" not in done.out
-    shown = qkablate("claim", "show", "mine").out
-    assert ["qkablate", "claim", "show", "mine"] in proposed_commands(done)
-    assert "\nINSENSITIVE\n" in shown
+    (registration,) = outputs.glob("claims/*/claim.json")
+    assert ["qkablate", "report", registration.parent.name] in proposed_commands(done)
     assert "Judged as" not in qkablate("results", "small").out
-    for path in outputs.glob("claims/*/claim.json"):
-        path.unlink()
-    assert "Judged as" not in qkablate("results", "claim-mine").out
+    at_margin = qkablate("results", "claim-mine", "--margin=0.01").out
+    assert "Compared with standard on the same data and seeds" in at_margin
+    assert "Compared with standard" not in done.out
+    registration.write_text("{")
+    damaged = qkablate("results", "claim-mine")
+    assert damaged.code == 0
+    assert "not judged as a claim: " in damaged.out
+    assert "no_q-d16-h2" in damaged.out
+    registration.unlink()
+    assert "judged as" not in qkablate("results", "claim-mine").out.lower()

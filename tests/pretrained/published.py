@@ -13,7 +13,7 @@ from qkablate.config import ModelConfig, VariantConfig, resolve_variant
 from qkablate.models.build import build_model
 from qkablate.pretrained.layouts import PREFIXES
 from qkablate.pretrained.published_config import Architecture, make_config
-from qkablate.pretrained.weights import join_entry
+from qkablate.pretrained.weights import join_tensors
 
 GPT2 = {"vocab_size": 61, "n_embd": 24, "n_layer": 2, "n_head": 3, "n_positions": 16}
 LLAMA = {
@@ -111,10 +111,10 @@ def write_published(
     (folder / "config.json").write_text(json.dumps(make_config(architecture, None)))
     weights, prefix = built.state_dict(), PREFIXES[family]
     tensors = {
-        (entry.name if entry.name == "lm_head.weight" else prefix + entry.name): join_entry(
+        (entry.name if entry.name == "lm_head.weight" else prefix + entry.name): join_tensors(
             entry, weights
         )
-        for entry in architecture.entries().values()
+        for entry in architecture.tensor_maps().values()
     }
     save_file(tensors, folder / "model.safetensors", {"format": "pt"})
     return built

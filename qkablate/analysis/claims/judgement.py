@@ -10,6 +10,7 @@ from qkablate.analysis.claims.claim import OVER_LENGTHS, Claim, Comparison, find
 from qkablate.analysis.claims.measures import Unit
 from qkablate.analysis.claims.registry import (
     STATISTICS,
+    Registration,
     edits_since,
     find_registrations,
     registered_names,
@@ -338,11 +339,7 @@ def judge_looks(claim: Claim, out: str) -> list[Judgement]:
         reasons.append(
             "the runs are those of an earlier wording; `qkablate claim run` trains its own"
         )
-    if registration.statistics != STATISTICS:
-        reasons.append(
-            f"registered under version {registration.statistics} of the statistics, and judged by"
-            f" version {STATISTICS}: docs/study/registrations.md"
-        )
+    reasons += _other_statistics(registration)
     try:
         looks = reversed(registration.sweeps.values())
         return [judge_claim(claim, read_study(sweep), reasons) for sweep in looks]
@@ -352,14 +349,29 @@ def judge_looks(claim: Claim, out: str) -> list[Judgement]:
         return []  # it needs arms that the earlier sweep lacks
 
 
-def judge_sweep(sweep: Path) -> Judgement | None:
-    """Judge the registered claim that a sweep was trained for; None if there is none."""
+def judge_sweep(sweep: Path, study: Study) -> Judgement | None:
+    """Judge the registered claim that a sweep was trained for; None if there is none.
+
+    UserError if a registration of its name cannot be read.
+    """
     folder = sweep.resolve()
     out = str(folder.parent.parent)
-    names = [name for name in registered_names(out) if folder.name.startswith(f"claim-{name}-")]
-    for registration in (one for name in names for one in find_registrations(out, name)):
-        for seeds, path in registration.sweeps.items():
-            if path.resolve() == folder:
-                looks = judge_looks(registration.claim, out)
-                return next((look for look in looks if look.n == seeds), None)
+    for name in registered_names(out):
+        if not folder.name.startswith(f"claim-{name}-"):
+            continue
+        registered = find_registrations(out, name)
+        for one in registered:
+            if folder in [path.resolve() for path in one.sweeps.values()]:
+                reasons = [*edits_since(one.claim, registered), *_other_statistics(one)]
+                return judge_claim(one.claim, study, reasons)
     return None
+
+
+def _other_statistics(registration: Registration) -> list[str]:
+    """Return why a claim that was registered under other rules is exploratory; [] if it is not."""
+    if registration.statistics == STATISTICS:
+        return []
+    return [
+        f"registered under version {registration.statistics} of the statistics, and judged by"
+        f" version {STATISTICS}: docs/study/registrations.md"
+    ]

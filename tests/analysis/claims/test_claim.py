@@ -721,9 +721,9 @@ def tiny_text(tmp_path_factory):
     return folder
 
 
-def source_of(own, world):
+def source_of(own, dataset):
     """Return the source of the data that a part of a claim is about."""
-    name = own.tasks.get(world, own.grid)["data"]
+    name = own.tasks.get(dataset, own.grid)["data"]
     return yaml.safe_load((conf_dir() / "data" / f"{name}.yaml").read_text())["source"]
 
 
@@ -792,7 +792,7 @@ def assert_finds_its_arms(own, *free):
     asks = find_comparisons(own, manifest.arms.values())
     assert {one.part for one in asks} == {*own.parts}
     assert {(one.part, one.dataset) for one in asks} == {
-        (part, world) for part, spec in own.parts.items() for world in spec.data
+        (part, dataset) for part, spec in own.parts.items() for dataset in spec.data
     }
     assert len({one.name for one in asks}) == len(asks)
     # The settings that the task brings along are not in the names.
@@ -811,10 +811,10 @@ def assert_finds_its_arms(own, *free):
         assert (len({*lengths}) >= 3) == (one.spec.horizon in ("growth", "asymptote"))
         assert lengths == sorted(lengths)
     for part_name, one in own.parts.items():
-        for world in one.data:
-            own_asks = [a for a in asks if (a.part, a.dataset) == (part_name, world)]
+        for dataset in one.data:
+            own_asks = [a for a in asks if (a.part, a.dataset) == (part_name, dataset)]
             lengths = {manifest.arms[a.pairs[0][0]].tokens for a in own_asks}
-            source = source_of(own, world)
+            source = source_of(own, dataset)
             arms = [arm for arm in manifest.arms.values() if arm.config.data.source == source]
             every = {arm.tokens for arm in arms}
             if one.horizon == "each":

@@ -414,7 +414,7 @@ def test_failures_of_all_four_arms_count_on_the_side_that_they_move(world):
 # Sizes that are adjusted
 
 
-def test_mlp_that_pays_may_have_a_ratio_of_its_own(world):
+def test_adjusted_mlp_may_have_a_ratio_of_its_own(world):
     grid = {"variant": "standard,merged_w", "model.mlp_ratio": "3"}
     own = claim(grid, it={"arm": "merged_w", "axis": "params", "margin": 1})
     found = judged(frozen(world, own).finish(lambda run: 2.0 + noise(run)), own)

@@ -11,6 +11,8 @@ __all__ = ["finished", "finished_study", "outputs"]
 
 
 @pytest.fixture(scope="session")
-def studied():
-    """Read the claims of the study in the documents."""
-    return read_claims(Path(__file__).parents[3] / "docs" / "study")
+def studied(tmp_path_factory):
+    """Read the claims of the study in the documents, unpacked anew."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("XDG_CACHE_HOME", str(tmp_path_factory.mktemp("cache")))
+        return read_claims(Path(__file__).parents[3] / "docs" / "study")
