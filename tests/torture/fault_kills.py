@@ -58,7 +58,7 @@ def _moments() -> dict[str, tuple[int, list[tuple[Any, str]]]]:
     from qkablate.training.warm_start import branch
 
     return {
-        "train": (4, [(train, "load"), (api_train, "observe_leases")]),
+        "train": (4, [(train, "from_hydra"), (api_train, "observe_leases")]),
         "start": (4, [(environment, "write")]),
         "data": (
             8,
@@ -94,7 +94,7 @@ def _moments() -> dict[str, tuple[int, list[tuple[Any, str]]]]:
         ),
         "result": (
             3,
-            [(result, "publish"), (records, "name_exclusively"), (result, "write_json_once")],
+            [(result, "write_result"), (records, "name_exclusively"), (result, "write_json_once")],
         ),
         "W&B": (9, [(WandbRun, "_start"), (WandbRun, "log"), (WandbRun, "close")]),
         "fsync": (40, [(os, "fsync")]),

@@ -249,7 +249,7 @@ def test_user_error_of_one_run_is_its_own(tmp_path):
     assert train(plans) == [UserError, "done"]
 
 
-@pytest.mark.parametrize("name", ["write_environment", "publish"])
+@pytest.mark.parametrize("name", ["write_environment", "write_result"])
 def test_unexpected_error_of_one_run_is_its_own(tmp_path, undisturbed, monkeypatch, name):
     """Its disk may be full where a run records neither a result nor a failure."""
     plans = make_plans(tmp_path, 3)
