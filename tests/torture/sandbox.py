@@ -84,9 +84,6 @@ def import_everything() -> None:
     ):
         with suppress(ImportError):
             import_module(name)
-    from hydra.core.plugins import Plugins
-
-    Plugins.instance()  # imports them: pytest would write their bytecode in a child, as harm
 
 
 def run_command(
@@ -146,6 +143,8 @@ def _child(
     resource.setrlimit(resource.RLIMIT_AS, (used + memory,) * 2)
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     before()
+    # Pytest would write the bytecode of what is imported here and named test_… or a plugin.
+    sys.meta_path = [one for one in sys.meta_path if not type(one).__module__.startswith("_pytest")]
     sys.addaudithook(_AuditHook(box.resolve(), harm))
     try:
         main(words)
