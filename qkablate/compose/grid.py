@@ -147,7 +147,7 @@ def _read_control(name: str, words: list[str]) -> tuple[str, ControlConfig]:
     match, hyphen, adjust = name.partition("-")
     if hyphen and match == "none":
         raise UserError(
-            f"control={name}: nothing is held equal, so none is adjusted; write control=none"
+            f"control={name}: nothing is held equal, so no size is adjusted; set control=none"
         )
     if hyphen:
         if any(word.startswith("control.adjust=") for word in words):
