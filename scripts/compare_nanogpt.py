@@ -70,8 +70,8 @@ class Qkablate:
 
     def __init__(self, plan: RunPlan) -> None:
         config = plan.config
-        how = f"{config.precision}, {'compiled' if config.compile else 'eager'}"
-        self.name = f"qkablate {config.variant.name} ({how})"
+        how = "graphs" if config.compile == "graphs" else "compiled" if config.compile else "eager"
+        self.name = f"qkablate {config.variant.name} ({config.precision}, {how})"
         model = plan.build().to_empty(device="cpu").init_(config.seeds.init).to(config.device)
         self.trainer = Trainer(plan, model, None)
 
@@ -175,7 +175,7 @@ def configure(shape: Shape, variant: str, steps: int, folder: Path, *more: str) 
 def make_candidates(module: Any, shape: Shape, args: argparse.Namespace, folder: Path) -> list[Any]:
     """Return nanoGPT eager and compiled, then every variant in `auto` precision.
 
-    On a CPU, where nanoGPT trains in fp32, in that too.
+    On a CPU, where nanoGPT trains in fp32, in that too; on a GPU compiled ones with graphs, too.
     """
     steps = WARMUP + args.rounds * (args.steps or shape.steps)
     auto = plan_run(configure(shape, "standard", steps, folder))
@@ -185,7 +185,9 @@ def make_candidates(module: Any, shape: Shape, args: argparse.Namespace, folder:
     candidates: list[Any] = [NanoGPT(module, auto, compiled, data) for compiled in (False, True)]
     is_cuda = auto.config.device.startswith("cuda")
     precisions = dict.fromkeys((auto.config.precision, *(() if is_cuda else ("fp32",))))
-    compile_modes = dict.fromkeys((auto.config.compile, auto.config.compile or args.compile))
+    compile_modes = {auto.config.compile: None}
+    if args.compile:
+        compile_modes |= dict.fromkeys((True, "graphs") if is_cuda else (True,))
     for variant, precision, compiled in product(args.variants, precisions, compile_modes):
         words = (f"precision={precision}", f"compile={compiled}")
         candidates.append(Qkablate(plan_run(configure(shape, variant, steps, folder, *words))))
@@ -297,7 +299,11 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--variants", type=names, default=["standard"], help="default: standard")
     parser.add_argument("--rounds", type=int, default=9, help="rounds (default: 9)")
     parser.add_argument("--steps", type=int, help="steps of a round (default: by shape)")
-    parser.add_argument("--compile", action="store_true", help="also time qkablate compiled")
+    parser.add_argument(
+        "--compile",
+        action="store_true",
+        help="also time qkablate compiled, and on a GPU with CUDA graphs",
+    )
     args = parser.parse_args()
     for flag, values, known in (
         ("--shapes", args.shapes, SHAPES),

@@ -138,7 +138,7 @@ def test_the_keys_of_each_role():
         )
     }
     assert {*names_of(Role.ONE_PER_SWEEP)} == {
-        *("out", "device", "threads", "tracking", "diagnostics")
+        *("out", "device", "threads", "tracking", "diagnostics", "train.vmap")
     }
     assert {*names_of(Role.PAIR_FREE)} == {"threads", "attention", "train.eval_every"}
     assert {*names_of(Role.LOCAL)} == {

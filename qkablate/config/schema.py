@@ -206,7 +206,7 @@ class TrainConfig:
         1,
         "runs of a sweep that train as one program, with torch.func.vmap; 1: each alone; auto: many"
         " where that is faster",
-        Role.CONTENT | Role.ARM | Role.FINETUNE,
+        Role.CONTENT | Role.ARM | Role.ONE_PER_SWEEP | Role.FINETUNE,
         bounds=(1, 4096),
         choices=("auto",),
     )

@@ -21,6 +21,7 @@ Imports neither torch nor training, so that reports can read runs anywhere.
 """
 
 import dataclasses
+import functools
 import glob
 import hashlib
 import json
@@ -376,8 +377,12 @@ def read_cpu_name() -> str:
     return next((x.split(":", 1)[1].strip() for x in lines if x.startswith("model name")), "")
 
 
+@functools.cache
 def _code_state() -> dict[str, Any] | None:
-    """Return commit and diff of qkablate, if it runs from its own checkout."""
+    """Return commit and diff of qkablate, if it runs from its own checkout.
+
+    Of the code when this process first asks: what changes later does not change what it runs.
+    """
     root = Path(__file__).resolve().parents[2]
     if not (root / ".git").exists():
         return None

@@ -274,6 +274,21 @@ def measure_peak_flops(config: Config, size: int | None = None) -> float:
     return 2 * size**3 / seconds
 
 
+_peaks: dict[tuple[str, ...], float] = {}
+
+
+def known_peak_flops(config: Config) -> float:
+    """Return the peak of `measure_peak_flops`, measured once in this process.
+
+    The runs of a program share it: measured for each, it took a third of a GPU's time to their
+    first step.
+    """
+    key = (config.device, config.precision, str(config.threads), config.matmul)
+    if key not in _peaks:
+        _peaks[key] = measure_peak_flops(config)
+    return _peaks[key]
+
+
 def time_action(action: Callable[[], object], device: str) -> float:
     """Return the seconds that an action takes on a device."""
     synchronize(device)

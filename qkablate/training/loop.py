@@ -224,7 +224,7 @@ class Throughput:
 
     def __init__(self, plan: RunPlan, processes: int) -> None:
         self._plan, self._device = plan, plan.config.device
-        self._peak = hardware.measure_peak_flops(plan.config) * processes
+        self._peak = hardware.known_peak_flops(plan.config) * processes
         hardware.reset_peak_memory(plan.config.device)  # of the measurement
         self._warm_up = WARM_UP
         self.restart()

@@ -88,6 +88,7 @@ PROGRAMS = [
     Case("standard", "bf16", position="rope"),
     Case("merged_w", "fp32", position="alibi"),
     Case("shared_qk_reformer", "bf16"),
+    Case("no_q", "bf16", words="optim=muon"),
 ]
 
 

@@ -131,7 +131,7 @@ def golden_losses(variant: str, folder: Path, monkeypatch: pytest.MonkeyPatch) -
         out=str(folder / "out"),
     )
     losses: list[float] = []
-    monkeypatch.setattr(hardware, "measure_peak_flops", lambda config: 1e9)
+    monkeypatch.setattr(hardware, "known_peak_flops", lambda config: 1e9)
     planned = plan_run(config)
     model = planned.build().to_empty(device="cpu").init_(0)
     trainer = Trainer(planned, model, None)

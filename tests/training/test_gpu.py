@@ -241,12 +241,15 @@ def test_vmapped_runs_do_not_depend_on_their_company(tmp_path):
     assert losses[0] == losses[1]
 
 
+ADDITION = DataConfig(source="add", digits=4, extra_digits=2, val_tokens=512, test_tokens=512)
 PROGRAMS = [
     *({"variant": name} for name in variants()),
     {"train": {"grad_accum": 3}},
     {"optim": {"clip": 0.0, "schedule": "wsd"}},
-    {"data": DataConfig(source="add", val_tokens=512, test_tokens=512), "model": {"context": 13}},
+    {"data": ADDITION, "model": {"context": 13}},
     {"precision": "bf16", "model": {"position": "alibi"}},
+    {"optim": {"optimizer": "muon"}},
+    {"variant": "mla", "optim": {"optimizer": "muon"}, "precision": "bf16"},
 ]
 
 

@@ -11,6 +11,7 @@ from qkablate.attention.kernels import matmul
 from qkablate.attention.kernels.choice import Gpu
 from qkablate.config import Config, ModelConfig, TrainConfig
 from qkablate.errors import UserError
+from qkablate.training import hardware
 from qkablate.training.hardware import (
     compile_loss,
     find_gpu,
@@ -202,6 +203,15 @@ def test_the_peak_is_measured_with_numbers_that_differ(monkeypatch):
         assert operand.shape == (64, 64)
         assert operand.dtype == torch.bfloat16
         assert len(operand.unique()) > 500
+
+
+def test_runs_of_a_process_share_one_measurement_of_the_peak(monkeypatch):
+    measured = iter([3e9, 5e9])
+    monkeypatch.setattr(hardware, "_peaks", {})
+    monkeypatch.setattr(hardware, "measure_peak_flops", lambda config: next(measured))
+    first, other = (Config(device="cpu", precision=name) for name in ("fp32", "bf16"))
+    peaks = [hardware.known_peak_flops(config) for config in (first, other, first)]
+    assert peaks == [3e9, 5e9, 3e9]
 
 
 class Capture:

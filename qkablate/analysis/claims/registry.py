@@ -62,8 +62,8 @@ class Registration:
         if path.is_symlink() and path.resolve() != sweep.resolve():
             raise UserError(
                 f"'{path}' is sweep {path.resolve().name}, but these settings give {sweep.name}:"
-                " data, device, matmul, precision or the version of qkablate differ; use another"
-                " out=FOLDER"
+                " data, device, matmul, precision, train.vmap or the version of qkablate differ;"
+                " use another out=FOLDER"
             )
         link_atomic(path, sweep)
 

@@ -22,8 +22,8 @@ from qkablate.runs.run import Run, identity
 from qkablate.sweeps.planning.manifest import Manifest
 from qkablate.table import format_list
 
-# Keys whose default depends on the machine, and that are part of a run's id.
-_MACHINE_KEYS = ("matmul", "precision", "compile")
+# Keys that are chosen for a machine, and are part of a run's id but not of a claim.
+_MACHINE_KEYS = ("matmul", "precision", "compile", "train.vmap")
 _RESULT = "result.json"
 
 
@@ -56,13 +56,18 @@ def machine_settings(archive: Archive, given: Mapping[str, Any]) -> list[str]:
     with refuse_malformed(archive.name):
         arms = [arm for look in archive.looks.values() for arm in look["manifest"]["arms"].values()]
         for key in _MACHINE_KEYS:
-            values = {str(arm["config"][key]).lower() for arm in arms}
+            values = {str(_setting(arm["config"], key)).lower() for arm in arms}
             if len(values) == 1 and key not in given:
                 words.append(f"{key}={values.pop()}")
         device = {str(arm["facts"]["device"]) for arm in arms}
         if len(device) == 1 and "device" not in given:
             words.append(f"device={device.pop()}")
     return words
+
+
+def _setting(config: Fields, key: str) -> Any:
+    """Return a value of a published config; early ones have no train.vmap."""
+    return config["train"].get("vmap", 1) if key == "train.vmap" else config[key]
 
 
 def count_published(archive: Archive, manifest: Manifest) -> int:

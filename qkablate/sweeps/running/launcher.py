@@ -219,13 +219,16 @@ class Launcher:
     def _find_others(self, state: RunState) -> list[RunState]:
         """Return the runs that train with this one as one program.
 
-        All free slots get some, as far as there are enough.
+        All free slots get some, as far as there are enough; but on a GPU, where a program takes as
+        long with one run as with all, it is filled first.
         """
         most = self._limit(state)
         if most == 1 or may_fit_alone(state):
             return []
         open_ = [s for s in self._states() if self._is_startable(s) and self._limit(s) > 1]
         share = math.ceil(len(open_) / (self.engine.slots - len(self._programs)))
+        if self.manifest.arms[state.run.arm].config.device.startswith("cuda"):
+            share = most
         others = [s for s in open_ if s.run.arm == state.run.arm and s is not state]
         others = [s for s in others if not may_fit_alone(s)]
         return others[: max(0, min(most, share) - 1)]

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 _NEWTON_SCHULZ = (3.4445, -4.7750, 2.0315)  # Keller Jordan's, as in torch.optim.Muon
 _ITERATIONS = 5
-_RMS = 0.2  # of an update, in units of the rate; that of AdamW's (Liu et al. 2025)
+RMS = 0.2  # of an update, in units of the rate; that of AdamW's (Liu et al. 2025)
 _AT_ONCE = 2**22  # numbers that are orthogonalized together, to bound the memory of a step
 
 
@@ -59,7 +59,7 @@ class Muon(AdamW):
         self, groups: Iterable[dict[str, Any]], blocks: dict[nn.Parameter, Blocks], **settings: Any
     ) -> None:
         super().__init__(groups, **settings)
-        self._blocks = blocks
+        self.blocks = blocks
         # With fp16 the gradient scaler, not a fused kernel, skips steps that are not finite.
         self._step_supports_amp_scaling = False
 
@@ -96,10 +96,10 @@ class Muon(AdamW):
     def _apply(self, group: dict[str, Any], updates: dict[nn.Parameter, Tensor]) -> None:
         """Update parameters whose matrices have one shape."""
         all_NRC = orthogonalize(torch.cat([*updates.values()]))
-        rate = group["lr"] * _RMS * math.sqrt(max(all_NRC.shape[1:]))
+        rate = group["lr"] * RMS * math.sqrt(max(all_NRC.shape[1:]))
         parts = all_NRC.split([len(update_NRC) for update_NRC in updates.values()])
         for parameter, update_NRC in zip(updates, parts, strict=True):
-            update: Tensor = self._blocks[parameter].join(update_NRC).to(parameter.dtype)
+            update: Tensor = self.blocks[parameter].join(update_NRC).to(parameter.dtype)
             if hasattr(parameter, "full_tensor"):  # a DTensor: its module is slow to import
                 from qkablate.training.distributed.sharding import shard_like
 
@@ -115,7 +115,7 @@ class Muon(AdamW):
         buffer = state["momentum_buffer"].lerp_(grad, 1 - momentum)
         update = grad.lerp(buffer, momentum)
         gather = getattr(update, "full_tensor", None)  # of a DTensor
-        return self._blocks[parameter].split(gather() if gather else update)
+        return self.blocks[parameter].split(gather() if gather else update)
 
 
 def orthogonalize(x_NRC: Tensor) -> Tensor:

@@ -46,6 +46,7 @@ class RowAdamW:
         self._steps_KN = weights_KP.new_zeros(len(optimizers), len(places[0]))
         group = optimizers[0].param_groups[0]
         self._betas, self._eps = group["betas"], group["eps"]
+        self._counted = 0  # a parameter that counts its steps: all of them do
         settings = []  # of each run, by parameter: multiplier and decay
         for row, (optimizer, parts) in enumerate(zip(optimizers, places, strict=True)):
             found = {}
@@ -84,8 +85,16 @@ class RowAdamW:
 
         The gradients are overwritten, for lack of memory.
         """
+        rates_K1 = rates_K[:, None]
+        updates_KP = self._compute_updates().mul_(self._rates_KP)
+        decays_KP = rates_K1 * self._decays_KP
+        self._weights_KP.addcmul_(self._weights_KP, decays_KP, value=-1)
+        self._weights_KP.addcmul_(updates_KP, rates_K1, value=-1)
+
+    def _compute_updates(self) -> Tensor:
+        """Return the updates of all runs at rate 1, in the place of the gradients."""
         self._steps_KN += 1
-        steps_K1, rates_K1 = self._steps_KN[:, :1], rates_K[:, None]
+        steps_K1 = self._steps_KN[:, self._counted, None]
         # 1 − β^t; the power itself would round most of it away in fp32.
         first_K1, second_K1 = (
             -torch.expm1(steps_K1 * (math.log(beta) if beta else -math.inf)) for beta in self._betas
@@ -94,11 +103,8 @@ class RowAdamW:
         self._second_KP.mul_(self._betas[1])
         self._second_KP.addcmul_(self._grads_KP, self._grads_KP, value=1 - self._betas[1])
         sizes_KP = torch.sqrt(self._second_KP, out=self._grads_KP).div_(second_K1.sqrt())
-        updates_KP = torch.div(self._first_KP, sizes_KP.add_(self._eps), out=self._grads_KP)
-        updates_KP *= self._rates_KP
-        decays_KP = rates_K1 * self._decays_KP
-        self._weights_KP.addcmul_(self._weights_KP, decays_KP, value=-1)
-        self._weights_KP.addcmul_(updates_KP, rates_K1 / first_K1, value=-1)
+        sizes_KP.add_(self._eps).mul_(first_K1)
+        return torch.div(self._first_KP, sizes_KP, out=self._grads_KP)
 
 
 def _repeat(values: list[float], sizes: list[int]) -> Tensor:

@@ -4,7 +4,7 @@ Shape suffixes: K runs, P parameters of one run.
 """
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -16,9 +16,11 @@ from qkablate.models.base import Model
 from qkablate.training import hardware
 from qkablate.training.checkpoint import Checkpoint, TrainProgress
 from qkablate.training.optim.adamw import AdamW
+from qkablate.training.optim.muon import Muon
 from qkablate.training.step import NEVER, TrainStep
 from qkablate.training.vmapped.replay import Replay
 from qkablate.training.vmapped.row_adamw import ParameterSlice, RowAdamW
+from qkablate.training.vmapped.row_muon import RowMuon
 
 
 class StackedStep(TrainStep):
@@ -66,18 +68,23 @@ class RunStack:
             part.name: part.of(self._weights_KP).detach().requires_grad_() for part in self._parts
         }
         self._loss = _Loss(first.model)
-        # A GPU would wait for the launches of so many optimizers; Muon's has no form by rows.
-        self._row_adamw = self._replay = None
-        if self._is_cuda and type(first.optimizer) is AdamW:
-            self._row_adamw = self._make_row_adamw()
-            if not first.draws_random_numbers:
-                self._replay = Replay(self._device)
+        # A GPU would wait for the launches of so many optimizers.
+        self._optimizer = self._make_optimizer() if self._is_cuda else None
+        self._replay: Replay | None = None
+        if self._optimizer is not None and not first.draws_random_numbers:
+            self._replay = Replay(self._device)
 
-    def _make_row_adamw(self) -> RowAdamW:
-        steps, count = self.steps, len(self.steps)
+    def _make_optimizer(self) -> RowAdamW | None:
+        """Return the optimizer of all runs, if theirs has a form by rows."""
+        steps, rows = self.steps, len(self._weights_KP)
         places = [dict(zip(s.model.parameters(), self._parts, strict=True)) for s in steps]
+        weights_KP, grads_KP = self._weights_KP[: len(steps)], self._grads_KP[: len(steps)]
         optimizers = [step.optimizer for step in steps]
-        return RowAdamW(optimizers, places, self._weights_KP[:count], self._grads_KP[:count])
+        if type(optimizers[0]) is AdamW:
+            return RowAdamW(optimizers, places, weights_KP, grads_KP)
+        if type(optimizers[0]) is Muon:
+            return RowMuon(cast("list[Muon]", optimizers), places, weights_KP, grads_KP, rows)
+        return None
 
     @torch.no_grad()
     def _bind(self, row: int, step: StackedStep) -> None:
@@ -131,11 +138,11 @@ class RunStack:
             self._loss_sums_K += losses_K.detach() / micro_steps
             del grads, flat
         self._clip()
-        if self._row_adamw is None:
+        if self._optimizer is None:
             for step in self.steps:
                 step.optimizer.step()
         else:
-            self._row_adamw.step(rates_K)
+            self._optimizer.step(rates_K)
         after_K = after_K.masked_fill(torch.isfinite(self._loss_sums_K), NEVER)
         torch.minimum(self._nonfinite_K, after_K, out=self._nonfinite_K)
 

@@ -6,6 +6,7 @@ import random
 import signal
 import time
 from contextlib import suppress
+from dataclasses import replace
 
 import pytest
 
@@ -166,6 +167,29 @@ def test_program_that_is_killed_to_free_memory_is_halved(plan_grid):
     assert engine.sizes == [4, 2, 2]
     runs = [Run(manifest.out, run.label, run.id) for run in manifest.runs]
     assert [run.result["status"] for run in runs] == ["done"] * 4
+
+
+class KilledEngine(StarvingEngine):
+    """All processes are killed before they train."""
+
+    slots = 2
+
+    def wait_for_exits(self, seconds: float) -> list[RunExit]:
+        tasks, self._tasks = self._tasks, []
+        return [RunExit(task.id, -signal.SIGKILL) for task in tasks]
+
+
+@pytest.mark.parametrize(("device", "sizes"), [("cpu", [2, 2]), ("cuda", [4])])
+def test_programs_are_smaller_where_that_is_faster(plan_grid, device, sizes):
+    manifest = plan_grid("seed=0,1,2,3", "train.vmap=4", "sweep.baseline=null")
+    manifest.write()
+    arms = {
+        name: replace(arm, config=replace(arm.config, device=device))
+        for name, arm in manifest.arms.items()
+    }
+    engine = KilledEngine()
+    assert Launcher(replace(manifest, arms=arms), engine, ProgressTable()).run() == 1
+    assert engine.sizes == sizes
 
 
 def test_task_of_several_runs_is_one_line(plan_grid, tmp_path):
