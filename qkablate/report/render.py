@@ -50,7 +50,8 @@ def combine_panels(chart: Chart, subject: str, setting: str = "") -> Spec:
     caption = chart.caption
     if len(shown) < len(chart.panels):
         caption += f" Only the first {MAX_PANELS} of {len(chart.panels)} panels are shown."
-    columns, width = (1, 620) if len(shown) == 1 else (2, 360)
+    columns = min(len(shown), chart.columns)
+    width = 620 if columns == 1 else 360
     panels = []
     for panel in shown:
         spec = panel.spec if panel.has_own_width else {"width": width} | panel.spec

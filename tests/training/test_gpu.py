@@ -246,7 +246,7 @@ PROGRAMS = [
     *({"variant": name} for name in variants()),
     {"train": {"grad_accum": 3}},
     {"optim": {"clip": 0.0, "schedule": "wsd"}},
-    {"data": ADDITION, "model": {"context": 13}},
+    {"data": ADDITION, "model": {"context": 21}},
     {"precision": "bf16", "model": {"position": "alibi"}},
     {"optim": {"optimizer": "muon"}},
     {"variant": "mla", "optim": {"optimizer": "muon"}, "precision": "bf16"},

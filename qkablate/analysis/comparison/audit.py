@@ -327,7 +327,8 @@ def _check_documents(gap: Gap, done: list[Record], margin: float | None) -> Answ
 
 def _format_machine(record: Record) -> str:
     by = ", by oneDNN" if record.facts["matmul"] == "onednn" else ""
-    return f"{record.facts['device']} ({record.facts['cpu'] or 'unknown'}){by}"
+    name = record.facts["gpu"] or record.facts["cpu"] or "unknown"
+    return f"{record.facts['device']} ({name}){by}"
 
 
 def _check_equality_in_pairs(pairs: Pairs, describe: Callable[[Record], str]) -> Answer:

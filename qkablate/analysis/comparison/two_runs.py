@@ -22,7 +22,7 @@ from qkablate.runs.run import find_run, find_runs
 
 # Circumstances that are equal in a fair comparison.
 _LIKE = ["data_fingerprint", "precision", "matmul", "device", "kernel", "threads", "code"]
-_LIKE += ["torch", "cpu"]
+_LIKE += ["torch", "cpu", "gpu"]
 Both = tuple[Any, Any]  # a value of each run
 _RATES = ("between", "matched", "same")  # names of variant.lr, the default first
 EVAL_TOKENS = "train.eval_tokens"  # where it differs, there is no gap in validation

@@ -404,6 +404,8 @@ def read_facts(folder: Path, result: Mapping[str, Any]) -> dict[str, Any]:
     data = as_dict(result.get("data"))
     facts |= {key: data.get(key) for key in ("source", "objective")}
     facts["torch"], facts["cpu"] = versions.get("torch"), machine.get("cpu")
+    is_gpu = str(result.get("device")).startswith("cuda")
+    facts["gpu"] = machine.get("device") if is_gpu else None
     return facts
 
 

@@ -35,6 +35,7 @@ class Chart:
     caption: str
     panels: list[ChartPanel]
     table: Table | None = None  # numbers below the panels, or in place of them
+    columns: int = 2  # of panels in a picture
 
     @property
     def variants(self) -> list[str]:

@@ -31,12 +31,13 @@ def claim_chart(section: Section) -> Chart | None:
         f" ({format_n([judged.part.sample.n for judged in judgement.parts])})."
     )
     caption += base.format_open_note([row for rows, *_ in drawn for row in rows])
-    return Chart("parts", "Claimed and measured", caption, panels)
+    return Chart("parts", "Claimed and measured", caption, panels, columns=1)  # long labels
 
 
 def _part_panel(rows: list[Spec], margins: list[Spec], title: str) -> ChartPanel:
     y = base.arm_axis([row["arm"] for row in rows])
     x, ink = base.number_axis("gap", title, zero=True), "var(--ink)"
+    x |= {"axis": {"tickCount": 8, "labelOverlap": True}}
     tooltip = base.make_tooltip(arm="part", estimate="measured", verdict="")
     encoding = {"x": x, "y": y}
     margin = {"x": x | {"field": "at"}, "y": y, "tooltip": base.make_tooltip(at="margin")}

@@ -1,12 +1,12 @@
 """Format what the variants of a claim cost: positive is worse, whatever a part compares."""
 
 import math
+from collections import Counter
 
 from qkablate.analysis.claims.claim import PartSpec, Selector
 from qkablate.analysis.claims.judgement import PartJudgement
 from qkablate.analysis.claims.measures import Unit
 from qkablate.report.study.claims import StudiedClaim
-from qkablate.table import format_list
 
 LEVEL = 0.9  # of the intervals, whatever a claim is judged at
 _ALL = 0.9995  # of the answers, as shown to a tenth of a percent
@@ -24,17 +24,19 @@ def format_costs(studied: StudiedClaim, most: int) -> list[str]:
         costs.append(_format_cost(part, name_part(studied, part)) + word)
     if len(costs) <= most:
         return costs
-    others = dict.fromkeys(part.word for part in studied.deciding[most:])
-    others.pop(judged.word, None)
-    more = f"{len(costs) - most} more" + (f": {format_list([*others])}" if others else "")
-    return [*costs[:most], more]
+    others = Counter(part.word for part in studied.deciding[most:])
+    words = [word if len(others) == 1 else f"{count} {word}" for word, count in others.items()]
+    is_told = [*others] == [judged.word]
+    return [*costs[:most], f"{others.total()} more" + ("" if is_told else f": {', '.join(words)}")]
 
 
 def name_part(studied: StudiedClaim, judged: PartJudgement) -> str:
     """Return what a part compares, with its settings if the claim compares it at several."""
-    own = judged.comparison.part
-    has_several = sum(part.comparison.part == own for part in studied.judgement.parts) > 1
-    return format_compared(judged) + (judged.part.name.removeprefix(own) if has_several else "")
+    own, dataset = judged.comparison.part, judged.comparison.dataset
+    if sum(part.comparison.part == own for part in studied.judgement.parts) == 1:
+        return format_compared(judged)
+    settings = judged.part.name.removeprefix(own).removeprefix(f" on {dataset}")
+    return format_compared(judged) + settings
 
 
 def _format_cost(judged: PartJudgement, text: str) -> str:

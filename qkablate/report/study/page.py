@@ -207,7 +207,9 @@ def _format_limits(section: Section) -> str:
 def _format_training(studied: StudiedClaim) -> str:
     records = studied.judgement.study.all_records
     done = [record for record in records if record.status in ("done", "diverged")]
-    machines = _distinct(record.facts["cpu"] or record.facts["device"] for record in done)
+    machines = _distinct(
+        record.facts["gpu"] or record.facts["cpu"] or record.facts["device"] for record in done
+    )
     torch = _distinct(record.facts["torch"] for record in done)
     code = _distinct(record.facts["code"] for record in done)
     threads = _distinct(record.facts["threads"] for record in done)

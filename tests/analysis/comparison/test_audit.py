@@ -364,6 +364,15 @@ def test_another_device_is_another_machine(pair):
     assert "3 of 3 pairs" in found.message
 
 
+def test_another_gpu_is_another_machine(pair):
+    change(pair, lambda run: True, device="cuda")
+    assert checks(pair)["machine"].state == OK
+    surroundings(pair, is_arm, machine={"cpu": "a CPU", "device": "another GPU"})
+    found = checks(pair)["machine"]
+    assert found.state == WARNING
+    assert "cuda (another GPU)" in found.message
+
+
 def test_one_kernel_is_fair(pair):
     assert checks(pair)["kernel"].state == OK
 

@@ -11,6 +11,8 @@ from qkablate.analysis.comparison.decision import Verdict
 from qkablate.report.study.claims import StudiedClaim
 from qkablate.report.study.costs import format_costs
 
+TASKS = ("induction", "recall")
+
 
 def test_parts_that_decide_a_claim_come_first(studied):
     ended = [one for one in studied if one.deciding]
@@ -50,6 +52,15 @@ def test_only_so_many_parts_are_shown(studied):
     assert format_costs(directed, 1) == [format_costs(directed, 4)[0], "3 more"]
     (both,) = (one for one in studied if one.claim.name == "encoder_decoder")
     assert format_costs(both, 1)[1] == "1 more: UNDERPOWERED"
+    (one,) = (one for one in studied if one.claim.name == "one_matrix")
+    assert format_costs(one, 1)[1] == "5 more: 4 REFUTED, 1 SUPPORTED"
+
+
+def test_a_part_on_several_data_sets_names_each_once(studied):
+    (one,) = (one for one in studied if one.claim.name == "one_matrix")
+    names = [cost.partition(":")[0] for cost in format_costs(one, 9)]
+    both = [f"{variant} on {task}" for variant in ("shared_qk", "tied_qkv") for task in TASKS]
+    assert sorted(names) == sorted(["shared_qk", "tied_qkv", *both])
 
 
 def test_a_ratio_is_that_of_the_variant_whatever_a_part_compares():
