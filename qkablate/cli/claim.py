@@ -89,8 +89,8 @@ PARSER.option(
 PARSER.option(
     "--from",
     "FOLDER",
-    "reuse the published runs in this folder; missing ones are trained with the same matmul"
-    " and precision, also on another type of CPU",
+    "reuse the published runs in this folder; missing ones are trained with the same matmul,"
+    " precision and train.vmap, also on another type of CPU",
 )
 PARSER.option("--retry", "failed", "train failed runs again, too", one_of(["failed"]))
 PARSER.switch("--json", "with list and show: print JSON")
@@ -327,6 +327,10 @@ def _run(request: _ClaimRequest, args: Namespace) -> int:
         alone = solo_arms(comparisons)
         if alone and sweep_request.settings.engine.name != "local":
             raise UserError("engine: seconds and memory are measured here, with engine=local")
+        if alone and any(int(arm.config.train.vmap) > 1 for arm in manifest.arms.values()):
+            raise UserError(
+                f"train.vmap: {claim.name} measures seconds or memory of a run alone; give 1"
+            )
         if args.dry_run:
             reused = None if archive is None else reuse.count_published(archive, manifest)
             _print_plan(claim, seeds, len(comparisons), len(alone), reused)

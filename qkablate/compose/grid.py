@@ -70,6 +70,10 @@ def read_request(words: list[str], grid: GridConfig | None = None) -> SweepReque
     from_file = {**settings.sweep.fixed, **settings.sweep.axes}
     for key in from_file:
         _check_axis(str(key))
+    several = {*settings.sweep.axes, *(key for one in list_also(settings.sweep) for key in one)}
+    for key in map(str, several):
+        if has_role(key, Role.ONE_PER_SWEEP):
+            raise UserError(f"{key}: a sweep has one value of it; give it under sweep.fixed")
     choices = dict(_parse(_word(key, value)) for key, value in from_file.items()) | choices
     names = choices.pop("control", ["none"])
     control_words = [word for word in settings_words if word.startswith("control.")]

@@ -195,6 +195,7 @@ _FACTS = {
     "code": "qkablate source hash",
     "torch": "torch",
     "cpu": "CPU",
+    "gpu": "GPU",
     "device": "device",
     "precision": "precision",
     "matmul": "matmul by",

@@ -377,15 +377,19 @@ def read_cpu_name() -> str:
     return next((x.split(":", 1)[1].strip() for x in lines if x.startswith("model name")), "")
 
 
-@functools.cache
 def _code_state() -> dict[str, Any] | None:
-    """Return commit and diff of qkablate, if it runs from its own checkout.
-
-    Of the code when this process first asks: what changes later does not change what it runs.
-    """
+    """Return commit and diff of qkablate, if it runs from its own checkout."""
     root = Path(__file__).resolve().parents[2]
     if not (root / ".git").exists():
         return None
+    with suppress(OSError, subprocess.SubprocessError):
+        return _read_code_state(root)
+    return None
+
+
+@functools.cache
+def _read_code_state(root: Path) -> dict[str, Any]:
+    """Return commit and diff as they are when this process first asks, early in its life."""
 
     def git(*words: str) -> str:
         completed = subprocess.run(
@@ -393,8 +397,5 @@ def _code_state() -> dict[str, Any] | None:
         )
         return completed.stdout.decode("utf-8", "replace")
 
-    try:
-        diff = redact(git("diff", "HEAD", "--", "qkablate", "conf"))  # it may hold a key
-        return {"commit": git("rev-parse", "HEAD").strip(), "diff": diff[:1_000_000]}
-    except (OSError, subprocess.SubprocessError):
-        return None
+    diff = redact(git("diff", "HEAD", "--", "qkablate", "conf"))  # it may hold a key
+    return {"commit": git("rev-parse", "HEAD").strip(), "diff": diff[:1_000_000]}

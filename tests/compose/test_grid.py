@@ -342,6 +342,11 @@ MISTAKES = [
     (["control=params", "control.tolerance=2"], "control.tolerance: 2"),
     (["control.tolerance=0.1"], "'control.tolerance=0.1' has no meaning with control=none"),
     (["seed=0,1", "diagnostics.every=0,5"], "a sweep has one value of diagnostics.every"),
+    (["seed=0,1", "train.vmap=1,8"], "a sweep has one value of train.vmap"),
+    (
+        ["seed=0,1", "sweep.also=[{train.vmap: 8}]"],
+        "train.vmap: a sweep has one value of it; give it under sweep.fixed",
+    ),
     (["sweep.tun=true"], "sweep.tun: there is no such key (nearest: sweep.tune)"),
     (["sweep.name=../x"], "sweep.name: '../x' is not made of letters"),
     (["sweep.baseline=[a]"], "sweep.baseline: "),

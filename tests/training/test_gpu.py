@@ -213,9 +213,16 @@ def test_compiled_losses_are_those_of_eager_steps(qkablate, tiny, tmp_path, vari
 
 
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
-@pytest.mark.parametrize("variant", ["standard", "merged_w", "uniform", "qk_norm"])
-def test_vmapped_runs_are_those_of_their_own_configs(tmp_path, variant, precision):
+@pytest.mark.parametrize(
+    ("variant", "optimizer"),
+    [
+        *((name, "adamw") for name in ("standard", "merged_w", "uniform", "qk_norm")),
+        *((name, "muon") for name in ("standard", "merged_w", "symmetric_w")),
+    ],
+)
+def test_vmapped_runs_are_those_of_their_own_configs(tmp_path, variant, precision, optimizer):
     options = {"variant": variant, "device": "cuda", "precision": precision}
+    options |= {"optim": {"optimizer": optimizer}}
     stacked = make_plans(tmp_path, 3, **options)
     singles = make_plans(tmp_path, 3, train={"vmap": 1}, **options)
     members = [Member(plan) for plan in stacked]
@@ -230,11 +237,12 @@ def test_vmapped_runs_are_those_of_their_own_configs(tmp_path, variant, precisio
         assert ours == pytest.approx(alone, rel=1e-3 if precision == "fp32" else 1e-2)
 
 
-def test_vmapped_runs_do_not_depend_on_their_company(tmp_path):
+@pytest.mark.parametrize("optimizer", ["adamw", "muon"])
+def test_vmapped_runs_do_not_depend_on_their_company(tmp_path, optimizer):
     """One of a full program, and alone in its rows."""
-    losses = []
+    losses, options = [], {"device": "cuda", "optim": {"optimizer": optimizer}}
     for out, count in (("three", 3), ("one", 1)):
-        members = [Member(plan) for plan in make_plans(tmp_path, count, device="cuda", out=out)]
+        members = [Member(plan) for plan in make_plans(tmp_path, count, out=out, **options)]
         train_program(members)
         file = members[0].plan.run.folder / "result.json"
         losses.append(json.loads(file.read_text())["loss"])
@@ -267,9 +275,11 @@ def test_replayed_steps_are_those_that_are_launched(tmp_path, monkeypatch, setti
     assert losses[0] == losses[1]
 
 
-def test_a_run_that_diverges_changes_no_bit_of_a_replayed_program(tmp_path, monkeypatch):
+@pytest.mark.parametrize("optimizer", ["adamw", "muon"])
+def test_a_run_that_diverges_changes_no_bit_of_a_replayed_program(tmp_path, monkeypatch, optimizer):
     """It ends before the others, which go on with a graph of their own."""
-    calm = make_plans(tmp_path, 2, device="cuda", out="calm")
+    options = {"device": "cuda", "optim": {"optimizer": optimizer}}
+    calm = make_plans(tmp_path, 2, out="calm", **options)
     train_program([Member(plan) for plan in calm])
     call = RunStack.__call__
 
@@ -279,17 +289,17 @@ def test_a_run_that_diverges_changes_no_bit_of_a_replayed_program(tmp_path, monk
         call(self, numbers)
 
     monkeypatch.setattr(RunStack, "__call__", poison)
-    plans = make_plans(tmp_path, 2, device="cuda", out="poisoned")
+    plans = make_plans(tmp_path, 2, out="poisoned", **options)
     train_program([Member(plan) for plan in plans])
     assert plans[1].run.result["status"] == "diverged"
     assert_identical(plans[0].run.folder, calm[0].run.folder)
 
 
-def test_vmapped_training_resumes_bit_identically(tmp_path, monkeypatch):
-    whole, stopped = (
-        make_plans(tmp_path, 2, device="cuda", precision="bf16", deterministic=True, out=out)
-        for out in ("whole", "stopped")
-    )
+@pytest.mark.parametrize("optimizer", ["adamw", "muon"])
+def test_vmapped_training_resumes_bit_identically(tmp_path, monkeypatch, optimizer):
+    options = {"device": "cuda", "precision": "bf16", "deterministic": True}
+    options |= {"optim": {"optimizer": optimizer}}
+    whole, stopped = (make_plans(tmp_path, 2, out=out, **options) for out in ("whole", "stopped"))
     train_program([Member(plan) for plan in whole])
     with monkeypatch.context() as patch:
         interrupt_after(patch, 14)  # both runs look for signals

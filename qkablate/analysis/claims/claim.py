@@ -23,7 +23,7 @@ from qkablate.sweeps.planning.manifest import Arm
 HORIZONS = ("longest", "each", "growth", "asymptote")
 OVER_LENGTHS = ("growth", "asymptote")  # measured over several lengths at once
 TEXT = "text"  # the data of the grid; other names of `data` are tasks of the scale
-# Keys that change no number: not part of a claim.
+# Keys of where and how a claim is run: not part of it.
 NON_CLAIM_KEYS = Role.LOCAL | Role.ONE_PER_SWEEP | Role.LAUNCH
 _ADJUSTED = ("model.d_model", "model.layers", "model.mlp_ratio")  # by controls
 Selector = Mapping[str, Any]

@@ -179,7 +179,9 @@ def check_settings(where: str, settings: Mapping[str, Any]) -> None:
         if key.partition(".")[0] in ("seed", "seeds", "sweep", "control"):
             raise UserError(f"{where}: {key} is set by the claim itself, not by its grid")
         if has_role(key, NON_CLAIM_KEYS):
-            raise UserError(f"{where}: {key} changes no result and is not part of a claim")
+            raise UserError(
+                f"{where}: {key} is not part of a claim; it is chosen where the claim is run"
+            )
         check_digits(key, str(value))
 
 

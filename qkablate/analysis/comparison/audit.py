@@ -13,6 +13,7 @@ from qkablate.config import TEXT_SOURCES, OptimConfig
 from qkablate.config.data import PAIRS_OF_FILES, PREPARED_SOURCES
 from qkablate.runs.records import is_number
 from qkablate.sweeps.planning.floors import floor_sites
+from qkablate.sweeps.planning.tuning_losses import OUTLIER, SOLVED
 from qkablate.table import format_list
 
 ANNEALED = 0.1  # of the peak: largest final learning rate of an annealed run
@@ -170,10 +171,15 @@ def _check_rates(
     if fixed := " and ".join(name for name, curve in tuned.items() if curve.lacks_circuit_rates):
         text = f"optim.lr was tuned, but not the rate of the circuit of {fixed} (variant.lr)"
         return WARNING, f"{text}; {tune} without variant.lr tunes both"
-    uncertain, excess = [], []
+    uncertain, unsolved, excess = list[str](), list[str](), [0.0]
     for entry in sides:
-        surface = tuned[entry.name].surface
-        if surface is None or not surface.is_certain or entry.rates is None:
+        curve, records = tuned[entry.name], entry.records.values()
+        surface = curve.surface
+        if entry.rates in curve.solved:
+            missed = sum((record.val or 0.0) > SOLVED + OUTLIER for record in records)
+            if missed:
+                unsolved.append(f"{missed} of {len(records)} runs of {entry.name}")
+        elif surface is None or not surface.is_certain or entry.rates is None:
             uncertain.append(entry.name)
         else:
             excess.append(surface.excess_bound(entry.rates))
@@ -182,8 +188,11 @@ def _check_rates(
     message += f", by {runs[0]:,} and {runs[1]:,} runs"
     if failed := [f"{name}: {len(c.outliers)}" for name, c in tuned.items() if c.outliers]:
         message += f"; rates left out, at which a run was an outlier: {', '.join(failed)}"
+    if unsolved:
+        message += f"; solved in tuning, but not by {' and '.join(unsolved)}"
     if uncertain:
         message += f"; no minimum is certain for {' and '.join(uncertain)}"
+    if unsolved or uncertain:
         return WARNING, f"{message}: raise {seeds}"
     message += f"; a finer search would gain {max(excess):.4f} at most (95 % bound)"
     # An excess that shows as 0.0000 is rounding, also where seeds agree exactly.

@@ -10,7 +10,13 @@ from qkablate.analysis.stats import ALPHA, Estimate, Interval, Sample, describe_
 from qkablate.analysis.study.study import Study, known_losses, tuning_losses
 from qkablate.sweeps.planning.manifest import Rates
 from qkablate.sweeps.planning.surface import Surface, choose_rates, find_surface
-from qkablate.sweeps.planning.tuning_losses import Losses, find_outlying_rates, mean_losses
+from qkablate.sweeps.planning.tuning_losses import (
+    Losses,
+    find_best_rates,
+    find_outlying_rates,
+    find_solved_rates,
+    mean_losses,
+)
 
 _FAR = math.log(4) * 1.01  # distance from the best rate in ln lr that its sensitivity covers
 
@@ -39,14 +45,20 @@ class LrCurve:
         return find_outlying_rates(self.losses)
 
     @cached_property
+    def solved(self) -> list[Rates]:
+        """Rates at which a task is solved."""
+        return find_solved_rates(self.losses)
+
+    @cached_property
     def best(self) -> Rates | None:
-        """Rates with the smallest mean loss, of those without outliers."""
-        sound = [rates for rates in self.means if rates not in self.outliers]
-        return min(sound or self.means, key=self.means.__getitem__, default=None)
+        """Rates with the smallest mean loss, or in the middle of those that solve a task."""
+        return find_best_rates(self.losses)
 
     def is_tuned(self, rates: Rates | None) -> bool:
         """Return whether these are the best rates tried, those that tuning chooses, or between."""
-        return rates not in self.losses or rates in (self.best, choose_rates(self.losses)[0])
+        if rates not in self.losses or rates in self.solved:
+            return True
+        return rates in (self.best, choose_rates(self.losses, rules=1)[0])
 
     @property
     def is_on_edge(self) -> bool:

@@ -78,9 +78,9 @@ class Archive:
             if known["manifest"]["id"] != look["manifest"]["id"]:
                 raise UserError(
                     f"{self.name}: with {seeds} seeds {known['manifest']['id']} is published, and"
-                    f" here it is {look['manifest']['id']}: data, device, matmul, precision or"
-                    " this program differ; `qkablate claim run … --from FOLDER` trains with the"
-                    " settings of the published runs"
+                    f" here it is {look['manifest']['id']}: data, device, matmul, precision,"
+                    " train.vmap or this program differ; `qkablate claim run … --from FOLDER`"
+                    " trains with the settings of the published runs"
                 )
             if _rows(look) > _rows(known):
                 known["solo"] = look["solo"]

@@ -22,7 +22,7 @@ from qkablate.runs.run import Run, identity
 from qkablate.sweeps.planning.manifest import Manifest
 from qkablate.table import format_list
 
-# Keys that are chosen for a machine, and are part of a run's id but not of a claim.
+# Keys that are chosen for a machine, and are part of a run's id.
 _MACHINE_KEYS = ("matmul", "precision", "compile", "train.vmap")
 _RESULT = "result.json"
 
@@ -57,6 +57,8 @@ def machine_settings(archive: Archive, given: Mapping[str, Any]) -> list[str]:
         arms = [arm for look in archive.looks.values() for arm in look["manifest"]["arms"].values()]
         for key in _MACHINE_KEYS:
             values = {str(_setting(arm["config"], key)).lower() for arm in arms}
+            if key == "train.vmap" and len(values) > 1:  # by arm, as `auto` or an obstacle decided
+                values = {"auto"}
             if len(values) == 1 and key not in given:
                 words.append(f"{key}={values.pop()}")
         device = {str(arm["facts"]["device"]) for arm in arms}

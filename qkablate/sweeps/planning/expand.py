@@ -36,6 +36,7 @@ from qkablate.sweeps.planning.manifest import (
 )
 from qkablate.sweeps.planning.predicates import holds
 from qkablate.sweeps.planning.tuning import tuning_runs
+from qkablate.sweeps.planning.tuning_losses import RULES
 
 # Keys whose values an arm's name shows without the key.
 _IN_NAME = VARIANT_KEYS | {*LABEL_KEYS, *RUN_KEYS}
@@ -137,6 +138,7 @@ class _Expansion:
             combinations=None if settings.design == "grid" else (len(combinations), whole),
             fixes_length=fixes_length(settings),
             tuning_seeds=settings.tuning_seeds if settings.tune else [],
+            tuning_rules=RULES,
         )
 
     def _with_also(self, arms: list[Overrides]) -> list[Overrides]:

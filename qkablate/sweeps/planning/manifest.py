@@ -198,6 +198,7 @@ class Manifest:
     combinations: tuple[int, int] | None = None  # None: the whole grid is
     fixes_length: bool = False  # a length of runs is given by sweep.also or a predicate
     tuning_seeds: list[int] = field(default_factory=list)  # that no other run may have
+    tuning_rules: int = 1  # of tuning_losses.py; earlier sweeps do not say
 
     @functools.cached_property
     def id(self) -> str:
@@ -297,7 +298,9 @@ def freeze(manifest: Manifest, plan: list[str], *, keep_threads: bool = True) ->
             name: arm.with_threads(frozen.arms[name].config.threads) if keep_threads else arm
             for name, arm in manifest.arms.items()
         }
-        return dataclasses.replace(manifest, command=frozen.command, arms=arms)
+        return dataclasses.replace(
+            manifest, command=frozen.command, arms=arms, tuning_rules=frozen.tuning_rules
+        )
     make_folder(manifest.folder)
     write_atomic(manifest.folder / "plan.txt", "\n".join(plan) + "\n")
     manifest.write()

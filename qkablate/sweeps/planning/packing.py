@@ -52,6 +52,8 @@ def pack(manifest: Manifest, settings: SweepConfig) -> tuple[Manifest, Slots]:
         cores = count_cores()
         if has_gpu:
             slots = _gpu_slots(settings, runs)
+            if not slots:
+                raise UserError("device: torch sees no CUDA GPU here, and the runs need one")
         else:
             need = _PROCESS_BYTES + max(
                 bytes_per_parameter(arm.config) * arm.total_params * int(arm.config.train.vmap)

@@ -11,8 +11,11 @@ from scipy.special import stdtrit
 
 from qkablate.sweeps.planning.manifest import Rates
 from qkablate.sweeps.planning.tuning_losses import (
+    RULES,
     Losses,
+    find_best_rates,
     find_outlying_rates,
+    find_solved_rates,
     mean_losses,
     seed_residuals,
 )
@@ -225,14 +228,17 @@ def find_surface(losses: Losses) -> Surface | None:
     return max(known, key=lambda surface: (surface.is_certain, surface.is_convex), default=None)
 
 
-def choose_rates(losses: Losses) -> tuple[Rates, Surface | None]:
+def choose_rates(losses: Losses, rules: int = RULES) -> tuple[Rates, Surface | None]:
     """Return the rates to train at, and the surface that they are the minimum of.
 
     The minimum is rounded to two digits. If it is uncertain in both dimensions it is that in ln lr
     at the best of the circuit's rates; if that is uncertain, too, these are the rates tried with
     the smallest mean + standard error, or the next lower `optim.lr` if its mean is within one
-    standard error: loss is flat there, and training less often fails.
+    standard error: loss is flat there, and training less often fails. Where a task is solved they
+    are in the middle of the rates that solve it.
     """
+    if rules > 1 and find_solved_rates(losses) and (rates := find_best_rates(losses)):
+        return rates, None
     surface = find_surface(losses)
     if surface is not None and surface.is_certain:
         lr, circuit = surface.optimum

@@ -18,7 +18,13 @@ from typing import Any
 from qkablate.config import KEYS
 from qkablate.errors import UserError
 from qkablate.sweeps.planning.manifest import Arm, Changes, Manifest, Rates, SweepRun
-from qkablate.sweeps.planning.tuning_losses import Losses, find_outlying_rates, mean_losses
+from qkablate.sweeps.planning.tuning_losses import (
+    RULES,
+    Losses,
+    find_best_rates,
+    find_outlying_rates,
+    mean_losses,
+)
 
 FACTOR = 2.0
 POINTS = 5
@@ -145,7 +151,9 @@ def next_runs(
         tried[run.arm].append(run)
     all_runs, searches = [], []
     for name, arm in manifest.arms.items():
-        runs, search = finished.get(name) or _search(arm, tried[name], find_result)
+        runs, search = finished.get(name) or _search(
+            arm, tried[name], find_result, manifest.tuning_rules
+        )
         if search.rates is not None and name not in finished:
             changes = _changes(arm, search.rates)
             runs += [arm.run({**final, **changes}) for final in manifest.finals]
@@ -157,7 +165,7 @@ def next_runs(
 
 
 def _search(
-    arm: Arm, tried: list[SweepRun], find_result: FindResult
+    arm: Arm, tried: list[SweepRun], find_result: FindResult, rules: int = RULES
 ) -> tuple[list[SweepRun], LrSearch]:
     """Return the runs beyond the ladder that this arm needs, and its search."""
     seeds = sorted({int(run.changes["seed"]) for run in tried})
@@ -178,14 +186,16 @@ def _search(
         if refined:
             from qkablate.sweeps.planning.surface import choose_rates  # numpy and scipy are slow
 
-            rates, surface = choose_rates(losses)
+            rates, surface = choose_rates(losses, rules)
             search = LrSearch(arm.name, losses, rates, "chosen", surface is not None)
             return beyond + refined, search
-        means, wanted = mean_losses(losses), _rates_beside_best(arm, losses)
+        means, wanted = mean_losses(losses), _rates_beside_best(arm, losses, rules)
         within = [rates for rates in wanted if _is_allowed(rates)]
         if not wanted:
             refined = [
-                _run(arm, rates, seed) for rates in _rates_between(arm, losses) for seed in seeds
+                _run(arm, rates, seed)
+                for rates in _rates_between(arm, losses, rules)
+                for seed in seeds
             ]
             continue
         if len(losses) - first + len(within) > most or len(within) < len(wanted):
@@ -196,10 +206,10 @@ def _search(
         beyond += [_run(arm, rates, seed) for rates in within for seed in seeds]
 
 
-def _rates_beside_best(arm: Arm, losses: Losses) -> list[Rates]:
+def _rates_beside_best(arm: Arm, losses: Losses, rules: int) -> list[Rates]:
     """Return the rates beside the best that were not tried yet; lower ones if all diverge."""
     lrs, circuits = (sorted({*values}) for values in zip(*losses, strict=True))
-    if (best := _find_best(losses)) is None:
+    if (best := find_best_rates(losses, rules)) is None:
         return [Rates(lrs[0] / FACTOR, circuit) for circuit in circuits]
     lrs = [lrs[0] / FACTOR, *lrs, lrs[-1] * FACTOR]
     if _searches_circuit(arm):
@@ -216,15 +226,9 @@ def _rates_beside_best(arm: Arm, losses: Losses) -> list[Rates]:
     ]
 
 
-def _find_best(losses: Losses) -> Rates | None:
-    """Return the rates of the least mean loss; of those with outliers only if all have."""
-    means, failed = mean_losses(losses), find_outlying_rates(losses)
-    return min(means, key=lambda rates: (rates in failed, means[rates]), default=None)
-
-
-def _rates_between(arm: Arm, losses: Losses) -> list[Rates]:
+def _rates_between(arm: Arm, losses: Losses, rules: int) -> list[Rates]:
     """Return rates half a step from the best ones, where the surface is nearly quadratic."""
-    best = _find_best(losses)
+    best = find_best_rates(losses, rules)
     assert best is not None
     lr_step, step = math.sqrt(FACTOR), math.sqrt(_circuit_step(arm.matched_lr))
     return [

@@ -8,6 +8,10 @@ from typing import Any
 from qkablate.sweeps.planning.manifest import Rates
 
 OUTLIER = 0.05  # nats: a loss so far above those beside it is a failure of training
+RULES = (
+    2  # of the choice; by 1, of earlier sweeps, it is the least loss also where a task is solved
+)
+SOLVED = 0.01  # nats: a task is solved there; of two such losses the smaller is no better
 Seed = Any  # one seed of several, or all of a run
 Losses = Mapping[Rates, Mapping[Seed, float | None]]  # None: diverged
 
@@ -43,6 +47,29 @@ def seed_residuals(losses: Losses) -> dict[Rates, list[float]]:
         adjusted = [loss - effect[seed] for seed, loss in own.items()]
         residuals[rates] = [value - statistics.median(adjusted) for value in adjusted]
     return residuals
+
+
+def find_solved_rates(losses: Losses) -> list[Rates]:
+    """Return the rates at which all seeds solve a task."""
+    known = {rates: losses[rates].values() for rates in mean_losses(losses)}
+    return [
+        rates
+        for rates, own in known.items()
+        if all(loss is not None and loss <= SOLVED for loss in own)
+    ]
+
+
+def find_best_rates(losses: Losses, rules: int = RULES) -> Rates | None:
+    """Return the rates of the least mean loss; of those with outliers only if all have.
+
+    Where a task is solved at several rates they are the one in their middle, which is the least
+    likely to fail with other seeds.
+    """
+    if rules > 1 and (solved := find_solved_rates(losses)):
+        middle = [statistics.fmean(map(math.log, values)) for values in zip(*solved, strict=True)]
+        return min(solved, key=lambda rates: math.dist(map(math.log, rates), middle))
+    means, failed = mean_losses(losses), find_outlying_rates(losses)
+    return min(means, key=lambda rates: (rates in failed, means[rates]), default=None)
 
 
 def find_outlying_rates(losses: Losses) -> list[Rates]:

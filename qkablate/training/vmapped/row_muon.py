@@ -62,7 +62,8 @@ class RowMuon(RowAdamW):
         count = len(self._grads_KP)
         self._momentum_KP.lerp_(self._grads_KP, 1 - self._beta)
         ahead_KP = self._grads_KP.lerp(self._momentum_KP, self._beta)  # Nesterov's
-        ahead_KP = torch.cat([ahead_KP, ahead_KP[:1].expand(self._rows - count, -1)])
+        if missing := self._rows - count:
+            ahead_KP = torch.cat([ahead_KP, ahead_KP[:1].expand(missing, -1)])
         alike = defaultdict[torch.Size, dict[ParameterSlice, Tensor]](dict)
         for part, blocks in self._matrices.items():
             x_KNRC = torch.vmap(blocks.split)(part.of(ahead_KP))

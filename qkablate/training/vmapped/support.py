@@ -80,8 +80,10 @@ def bytes_per_parameter(config: Config) -> float:
     """Return the bytes of weights, two moments and gradients.
 
     In a program the gradients are there twice, as autograd returns them and as one row, and three
-    times where those of micro-batches are added.
+    times where those of micro-batches are added; under Muon there are momentum, matrices and
+    updates as well.
     """
     if config.train.vmap == 1:
         return BYTES_PER_PARAMETER
-    return BYTES_PER_PARAMETER + (8 if config.train.grad_accum > 1 else 4)
+    muon = 16 if config.optim.optimizer == "muon" else 0
+    return BYTES_PER_PARAMETER + (8 if config.train.grad_accum > 1 else 4) + muon

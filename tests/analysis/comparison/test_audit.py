@@ -153,6 +153,21 @@ def test_rates_that_were_tuned_and_bracketed_are_fair(cached_world):
     )
 
 
+@pytest.mark.parametrize("is_solved", [True, False])
+def test_task_that_is_solved_in_tuning_alone_is_a_warning(cached_world, is_solved):
+    def loss(run):
+        if run.tuning:
+            return zero if run.changes["optim.lr"] < 3e-3 else 0.9
+        return 0.9 if is_arm(run) and run.changes["seed"] and not is_solved else zero
+
+    zero = 1e-6 - 0.1  # validation losses are 0.1 higher
+
+    found = checks(cached_world(*TUNED).finish(loss))["learning rate"]
+    assert found.state == (OK if is_solved else WARNING)
+    message = "solved in tuning, but not by 2 of 3 runs of no_q-d16-h2: raise sweep.tuning_seeds"
+    assert found.message.endswith(message) == (not is_solved)
+
+
 def test_best_rate_on_the_edge_is_reported_with_its_arm(cached_world):
     """However far the ladder was extended, a higher rate was better still."""
     least = {True: 1e6, False: 1e-3}

@@ -65,7 +65,9 @@ def test_figures_of_the_readme_are_those_of_the_claims(studied):
     for part in (("merged_performance", "loss"), ("low_rank", "full_is_worse")):
         mean, low, high = found[part]
         assert f"is {-mean:.3f} [{-high:.3f}, {-low:.3f}] better" in readme
-    for part in (("qq_worse", "worse"), ("four_or_one", "one"), ("four_or_one", "four")):
+    one_matrix = [("one_matrix", part) for part in ("queries_and_keys", "and_values")]
+    four_or_one = [("four_or_one", part) for part in ("one", "four")]
+    for part in (("qq_worse", "worse"), *four_or_one, *one_matrix):
         assert "is {:.3f} [{:.3f}, {:.3f}] worse".format(*found[part]) in readme
 
 

@@ -84,6 +84,13 @@ def test_frozen_manifest_is_never_overwritten(manifest):
     assert {path: path.read_bytes() for path in manifest.folder.iterdir()} == before
 
 
+def test_rates_are_chosen_by_the_rules_of_the_first_time(manifest):
+    assert manifest.tuning_rules > 1
+    freeze(dataclasses.replace(manifest, tuning_rules=1), ["the plan"])
+    assert freeze(manifest, ["the plan"]).tuning_rules == 1
+    assert read_manifest(manifest.folder).tuning_rules == 1
+
+
 def test_keys_that_change_no_result_are_those_typed_today(manifest):
     """For instance the settings that let a run fit in memory."""
     freeze(manifest, ["the plan"])

@@ -50,6 +50,12 @@ def test_cpu_has_one_slot_per_core(machine):
     assert packed(plan_of(None)) == ([None], [1])
 
 
+def test_runs_for_a_gpu_need_one(machine):
+    machine(gpus=0)
+    with pytest.raises(UserError, match="torch sees no CUDA GPU here"):
+        packed(plan_of(None, device="cuda"))
+
+
 def test_few_runs_share_all_cores():
     assert packed(plan_of(None, runs=2)) == ([None] * 2, [4])
     assert packed(plan_of(None, runs=1)) == ([None], [8])

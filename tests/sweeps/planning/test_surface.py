@@ -7,7 +7,11 @@ import pytest
 
 from qkablate.sweeps.planning.manifest import Rates
 from qkablate.sweeps.planning.surface import choose_rates, excess_moment, fit_surface
-from qkablate.sweeps.planning.tuning_losses import find_outlying_rates, mean_losses
+from qkablate.sweeps.planning.tuning_losses import (
+    find_outlying_rates,
+    find_solved_rates,
+    mean_losses,
+)
 from tests.sweeps.planning.tuning_simulation import simulate
 
 LRS = [1e-3 * 2**k for k in range(-2, 3)]
@@ -120,3 +124,26 @@ def test_intervals_of_tuned_gaps_cover(shape, matched):
     row = simulate(shape, matched, 0.007, 16, 200)
     assert row.covered >= 0.935 - 3 * row.error
     assert row.covered >= row.covered_without
+
+
+def test_of_rates_that_solve_a_task_the_middle_one_is_chosen():
+    """Rounding decides which loss is smaller there, and at the edge other seeds may fail."""
+    losses = grid(lambda rates: 0.9, circuits=[0.5, 1.0, 2.0])
+    solved = [Rates(lr, circuit) for lr in LRS[:3] for circuit in (0.5, 1.0)]
+    for rates in solved:
+        losses[rates] = {0: 1e-7 / rates.lr}  # the least loss is that of the highest rate
+    assert sorted(find_solved_rates(losses)) == sorted(solved)
+    assert choose_rates(losses) == (Rates(LRS[1], 0.5), None)
+    losses[Rates(LRS[1], 0.5)] = {0: 0.2}
+    assert choose_rates(losses) == (Rates(LRS[1], 1.0), None)
+
+
+def test_a_task_is_solved_where_every_seed_solves_it():
+    losses = grid(lambda rates: 0.001, 3, circuits=[1.0])
+    for by_seed in losses.values():
+        by_seed.update({0: 0.001, 1: 0.001, 2: 0.001})
+    losses[Rates(LRS[1], 1.0)][2] = 0.9
+    losses[Rates(LRS[2], 1.0)][1] = None
+    assert Rates(LRS[0], 1.0) in find_solved_rates(losses)
+    assert Rates(LRS[1], 1.0) not in find_solved_rates(losses)
+    assert Rates(LRS[2], 1.0) not in find_solved_rates(losses)

@@ -4,6 +4,7 @@ import dataclasses
 import json
 import math
 import random
+from dataclasses import replace
 
 import pytest
 from hypothesis import given, settings
@@ -100,6 +101,19 @@ def search_rates(manifest, results):
     runs, searches = find_next_runs(manifest, results)
     assert [search.arm for search in searches] == [*manifest.arms]
     return {search.arm: search for search in searches}, [run for run in runs if not run.tuning]
+
+
+@pytest.mark.parametrize(("rules", "octaves"), [(2, {-0.5}), (1, {0.5, 1})])
+def test_a_solved_task_takes_a_middle_rate_but_in_earlier_sweeps(manifest, rules, octaves):
+    """Rounding makes the loss least at the highest rate that solves the task."""
+    sweep = replace(manifest, tuning_rules=rules)
+    _, results = trained(
+        sweep, lambda run: done(1e-9 / run.changes["optim.lr"] if octave(run) <= 1 else 0.9)
+    )
+    found, finals = search_rates(sweep, results)
+    assert {search.state for search in found.values()} == {"chosen"}
+    assert finals
+    assert {octave(run) for run in finals} <= octaves
 
 
 def test_first_runs_are_the_ladder(manifest):

@@ -9,14 +9,14 @@ from qkablate.training.vmapped.row_adamw import ParameterSlice
 from qkablate.training.vmapped.row_muon import RowMuon
 from qkablate.training.vmapped.stack import StackedStep
 from tests.training.vmapped.helpers import make_plans
-from tests.training.vmapped.test_stack import make_steps
+from tests.training.vmapped.test_stack import FORMS, make_steps
 
 ROWS = 4  # one more than there are runs
 
 
-def make_runs(folder, variant):
+def make_runs(folder, variant, **more):
     """Return models and optimizers of three runs, of which the last trains its matrices faster."""
-    plans = make_plans(folder, 3, variant=variant, optim={"optimizer": "muon"})
+    plans = make_plans(folder, 3, variant=variant, optim={"optimizer": "muon"}, **more)
     steps = make_steps(plans, StackedStep)
     for group in steps[2].optimizer.param_groups:
         group["lr_multiplier"] *= 2 if "momentum" in group else 1
@@ -61,7 +61,7 @@ def step_alone(runs, grads_KP, rates):
 
 
 def assert_same(ours, theirs):
-    """Weights and all that optimizers save."""
+    """Compare weights and all that optimizers save."""
     for (model, optimizer), (other, reference) in zip(ours, theirs, strict=True):
         for one, two in zip(model.parameters(), other.parameters(), strict=True):
             torch.testing.assert_close(one, two, rtol=1e-5, atol=1e-6)
@@ -69,9 +69,19 @@ def assert_same(ours, theirs):
             torch.testing.assert_close(dict(state), dict(expected), rtol=1e-5, atol=1e-6)
 
 
-@pytest.mark.parametrize("variant", ["standard", "merged_w", "no_q", "shared_qk", "gqa", "mla"])
-def test_steps_are_those_of_each_optimizer(tmp_path, variant):
-    ours, theirs = make_runs(tmp_path, variant), make_runs(tmp_path, variant)
+TRANSLATOR = {"model": FORMS["translator"][0], "data": FORMS["translator"][1]}
+
+
+@pytest.mark.parametrize(
+    ("variant", "more"),
+    [
+        *((name, {}) for name in ("standard", "merged_w", "no_q", "symmetric_w", "gqa", "mla")),
+        ("shared_qk", TRANSLATOR),
+    ],
+    ids=str,
+)
+def test_steps_are_those_of_each_optimizer(tmp_path, variant, more):
+    ours, theirs = (make_runs(tmp_path, variant, **more) for _ in range(2))
     optimizer, rows_KP = stack(ours)
     for number in range(6):
         grads_KP, rates = draw(ours, number), [1e-2 / (1 + number), 3e-3, 2e-2]
