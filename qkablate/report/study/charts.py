@@ -1,6 +1,7 @@
 """Charts of several claims: what was claimed and measured, and what variants cost on text."""
 
 import math
+import statistics
 from collections import Counter
 from typing import NamedTuple
 
@@ -22,7 +23,9 @@ from qkablate.table import format_count, format_list
 
 _FARTHEST, _EDGE = 6.0, 7.0  # margins from zero: longer intervals are cut, and pale to the edge
 _DECIDED = (Verdict.SUPPORTED, Verdict.REFUTED, Verdict.EQUIVALENT)
-_FAR = 4  # times the largest cost: a floor beyond it is written, and not drawn
+_FAR = 4  # times the median of the costs: one beyond it is written, and not drawn
+# Marks of costs beyond the axis, by sign: text, place, alignment and distance.
+_ARROWS = {1: ("→", "width", "right", -4), -1: ("←", 0, "left", 4)}
 
 
 def answers_chart(claims: list[StudiedClaim]) -> Chart | None:
@@ -174,12 +177,13 @@ def costs_chart(claims: list[StudiedClaim]) -> tuple[Chart, str] | None:
     setting, costs = max(settings.items(), key=lambda item: len(item[1]))
     rows = [cost.make_row() for cost in costs]
     margins = sorted({cost.judged.comparison.spec.margin for cost in costs})
-    ends = [abs(end) for row in rows for end in (row["low"], row["high"])]
-    floors = _floor_rows(costs)
-    near = [*rows, *(row for row in floors if row["high"] <= _FAR * max(ends))]
-    far = [row for row in floors if row not in near]
-    limit = max(1.5 * margins[-1], 1.05 * max(row["high"] for row in near), 1.05 * max(ends))
-    y = base.arm_axis([row["arm"] for row in [*rows, *floors]])
+    rows += _floor_rows(costs)
+    ends = {row["arm"]: max(abs(row["low"]), abs(row["high"])) for row in rows}
+    most = _FAR * statistics.median(ends.values())
+    near = [row for row in rows if ends[row["arm"]] <= most]
+    far = [row for row in rows if row not in near]
+    limit = max(1.5 * margins[-1], 1.05 * max(ends[row["arm"]] for row in near))
+    y = base.arm_axis([row["arm"] for row in rows])
     y["axis"] |= {"labelLimit": 460, "labelFontSize": 10}
     title = "test loss minus that of standard, nats per token (right: worse)"
     x = base.number_axis("gap", title, domain=[-limit, limit], nice=False)
@@ -192,12 +196,13 @@ def costs_chart(claims: list[StudiedClaim]) -> tuple[Chart, str] | None:
         base.zero_line("x"),
         *base.interval_layer("rule", "x", near, encoding, strokeWidth=3),
         base.make_layer("point", encoding, filled=True, size=70),
-        base.make_layer("text", text, [*rows, *floors], align="left", dx=8, **font),
+        base.make_layer("text", text, rows, align="left", dx=8, **font),
     ]
-    if far:
-        arrow = text | {"text": {"value": "→"}}
-        layers.append(base.make_layer("text", arrow, far, align="right", dx=-4, **font))
-    panel = base.make_panel("", near, layers, base.ROW_HEIGHT * len([*rows, *floors]))
+    for sign, (mark, place, align, dx) in _ARROWS.items():
+        if beyond := [row for row in far if row["gap"] * sign > 0]:
+            arrow = {"text": {"value": mark}, "x": {"value": place}, "y": y}
+            layers.append(base.make_layer("text", arrow, beyond, align=align, dx=dx, **font))
+    panel = base.make_panel("", near, layers, base.ROW_HEIGHT * len(rows))
     warned = {name for cost in costs for name in LIMITS if cost.judged.is_warned(name)}
     scope = [words for name, words in LIMITS.items() if name in warned]
     caption = (

@@ -101,11 +101,15 @@ def test_costs_on_text_are_those_of_the_claims(studied):
     assert row["estimate"] == "-0.0108 [-0.0175, -0.0039]"
     assert "(n = 16)" in chart.caption
     assert chart.caption.endswith("holds at these rates, before the model beats an n-gram.")
-    # The floor is far beyond: it is written, and not drawn.
+    # What is far beyond is written, and not drawn.
     floor = "uniform, the floor (w_q_necessary)"
-    assert floor not in rows
+    tied = "tied_qkv, 4 heads, -17% parameters (one_matrix)"
+    assert not {floor, tied} & rows.keys()
     y = next(layer["encoding"]["y"] for layer in panel["layer"] if "y" in layer["encoding"])
     assert y["scale"]["domain"][-1] == floor
+    assert tied in y["scale"]["domain"]
+    arrows = [layer for layer in panel["layer"] if "→" in str(layer["encoding"].get("text"))]
+    assert [{row["arm"] for row in arrow["data"]["values"]} for arrow in arrows] == [{floor, tied}]
     x = next(layer["encoding"]["x"] for layer in panel["layer"] if layer["mark"]["type"] == "point")
     assert x["scale"]["domain"][1] >= 0.03  # there is something beside the margin
 
