@@ -28,6 +28,7 @@ from qkablate.table import (
 )
 from qkablate.tracking.wandb.run import LoggedTables, RunIdentity, WandbRun
 
+_MOST_LISTED = 5  # interrupted runs
 # The columns of every row.
 COLUMNS: dict[str, type] = {
     **dict.fromkeys(("id", "label", "arm", "baseline", "variant", "control"), str),
@@ -195,7 +196,10 @@ def _mean_and_sd(losses: list[float]) -> list[str]:
 
 
 def print_failures(sweep_state: SweepState) -> None:
-    """Print the runs that failed or were interrupted, why, and how to repeat each."""
+    """Print the runs that failed, and some of those that were interrupted: why, and how to repeat.
+
+    The command of the sweep resumes the interrupted ones; a vmapped sweep may have hundreds.
+    """
     manifest = sweep_state.manifest
     for status in ("failed", "interrupted", "waiting"):
         states = [state for state in sweep_state.states.values() if state.status == status]
@@ -203,12 +207,15 @@ def print_failures(sweep_state: SweepState) -> None:
         if states:
             print()
             print_heading(status)
-        for state in states:
+        shown = states if status == "failed" else states[:_MOST_LISTED]
+        for state in shown:
             overrides = manifest.arms[state.run.arm].overrides_of(state.run)
             overrides += [] if manifest.out == "outputs" else [f"out={manifest.out}"]
             reason = state.reason or "its process gave no reason"
             print_text(sanitize(f"  {state.run.name}: {reason}"))
             print(f"    {shlex.join(['qkablate', 'train', *manifest.config_words, *overrides])}")
+        if more := len(states) - len(shown):
+            print(f"  and {more:,} more")
     for search in sweep_state.lr_searches:
         if search.state in ("stuck", "diverged"):
             reason = "one of its tuning runs failed" if search.state == "stuck" else "it diverges"

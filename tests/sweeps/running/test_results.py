@@ -7,6 +7,9 @@ from pathlib import Path
 import pytest
 from pyarrow import parquet
 
+from qkablate.sweeps.running.results import print_failures
+from qkablate.sweeps.running.state import SweepState
+
 # Users read columns by name: columns may be added, but not renamed.
 COLUMNS = [
     *("id", "label", "arm", "baseline", "variant", "control", "tuning", "d_model", "heads"),
@@ -161,3 +164,18 @@ def test_tuned_task_has_accuracies_and_tuning_rows(sweep, tiny):
         assert row["val_bits_per_byte"] is None
         evaluate_test = not row["tuning"]
         assert (row["test_loss"] is not None) == (row["test_accuracy"] is not None) == evaluate_test
+
+
+def test_some_of_many_interrupted_runs_are_listed_and_all_that_failed(plan_grid, capsys):
+    sweep_state = SweepState(plan_grid("seed=range(9)", "sweep.baseline=null"))
+    states = [*sweep_state.states.values()]
+    for state in states:
+        state.status, state.reason = "interrupted", "stopped; run again, it resumes from here"
+    print_failures(sweep_state)
+    printed = capsys.readouterr().out
+    assert printed.count("qkablate train") == 5
+    assert f"and {len(states) - 5} more" in printed
+    for state in states:
+        state.status = "failed"
+    print_failures(sweep_state)
+    assert capsys.readouterr().out.count("qkablate train") == len(states)
