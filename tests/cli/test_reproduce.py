@@ -164,7 +164,7 @@ def test_mistakes_are_one_line(qkablate, published):
         ("grid", {"out": "elsewhere"}, "grid: out is not part of a claim"),
         ("grid", {"init_from.run": "mine"}, "grid: init_from.run names a file"),
         ("tasks", {"recall": {"variant.file": "{evil}"}}, "tasks.recall: variant.file names"),
-        ("tasks", {"recall": {"tracking.entity": "x"}}, "tasks.recall: tracking.entity is not part"),
+        ("tasks", {"recall": {"tracking.entity": "x"}}, "tasks.recall: tracking.entity is not"),
         ("baseline", {"variant.file": "{evil}"}, "baseline: variant.file names a file"),
         ("grid", {"data.name": "x/$\\{oc.env:HOME\\}"}, "data.name has an interpolation"),
         ("grid", {"data": "../../../tmp/evil"}, "grid: data names a file (allowed: add"),
