@@ -68,6 +68,8 @@ def combine_panels(chart: Chart, subject: str, setting: str = "") -> Spec:
     config = CONFIG | {"background": "var(--ground)", "font": "sans-serif"}
     # A viewer's font may be wider than the one that the layout is computed with.
     padding = {"left": 36, "top": 14, "right": 56, "bottom": 14}
+    if chart.columns == 1:  # with long labels
+        padding |= {"left": 64}
     if any(panel.has_own_width for panel in shown):  # perhaps narrower than the text above it
         padding |= {"left": 72, "right": 150}
     spec = {"concat": panels, "columns": columns, "title": title, "config": config}

@@ -280,8 +280,8 @@ _peaks: dict[tuple[str, ...], float] = {}
 def known_peak_flops(config: Config) -> float:
     """Return the peak of `measure_peak_flops`, measured once in this process.
 
-    The runs of a program share it: measured for each, it took a third of a GPU's time to their
-    first step.
+    The runs of a program share it: on a GPU, measuring it for each of them took two fifths of the
+    time to their first step.
     """
     key = (config.device, config.precision, str(config.threads), config.matmul)
     if key not in _peaks:

@@ -13,7 +13,7 @@ from qkablate.sweeps.planning.manifest import Rates
 from qkablate.sweeps.planning.tuning_losses import (
     RULES,
     Losses,
-    find_best_rates,
+    choose_middle,
     find_outlying_rates,
     find_solved_rates,
     mean_losses,
@@ -237,8 +237,8 @@ def choose_rates(losses: Losses, rules: int = RULES) -> tuple[Rates, Surface | N
     standard error: loss is flat there, and training less often fails. Where a task is solved they
     are in the middle of the rates that solve it.
     """
-    if rules > 1 and find_solved_rates(losses) and (rates := find_best_rates(losses)):
-        return rates, None
+    if rules > 1 and (solved := find_solved_rates(losses)):
+        return choose_middle(solved), None
     surface = find_surface(losses)
     if surface is not None and surface.is_certain:
         lr, circuit = surface.optimum

@@ -8,9 +8,8 @@ from typing import Any
 from qkablate.sweeps.planning.manifest import Rates
 
 OUTLIER = 0.05  # nats: a loss so far above those beside it is a failure of training
-RULES = (
-    2  # of the choice; by 1, of earlier sweeps, it is the least loss also where a task is solved
-)
+# Of the choice of rates; by 1, of earlier sweeps, the least loss also where a task is solved.
+RULES = 2
 SOLVED = 0.01  # nats: a task is solved there; of two such losses the smaller is no better
 Seed = Any  # one seed of several, or all of a run
 Losses = Mapping[Rates, Mapping[Seed, float | None]]  # None: diverged
@@ -59,15 +58,22 @@ def find_solved_rates(losses: Losses) -> list[Rates]:
     ]
 
 
+def choose_middle(solved: list[Rates]) -> Rates:
+    """Return those of some rates that are nearest to the mean of their logarithms.
+
+    At the edge of the rates that solve a task, other seeds may fail.
+    """
+    middle = [statistics.fmean(map(math.log, values)) for values in zip(*solved, strict=True)]
+    return min(solved, key=lambda rates: math.dist(map(math.log, rates), middle))
+
+
 def find_best_rates(losses: Losses, rules: int = RULES) -> Rates | None:
     """Return the rates of the least mean loss; of those with outliers only if all have.
 
-    Where a task is solved at several rates they are the one in their middle, which is the least
-    likely to fail with other seeds.
+    Where a task is solved they are in the middle of the rates that solve it.
     """
     if rules > 1 and (solved := find_solved_rates(losses)):
-        middle = [statistics.fmean(map(math.log, values)) for values in zip(*solved, strict=True)]
-        return min(solved, key=lambda rates: math.dist(map(math.log, rates), middle))
+        return choose_middle(solved)
     means, failed = mean_losses(losses), find_outlying_rates(losses)
     return min(means, key=lambda rates: (rates in failed, means[rates]), default=None)
 
