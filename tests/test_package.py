@@ -47,6 +47,24 @@ def test_wheel_that_no_python_has_tried_fails(tmp_path):
     assert "none of these Pythons was found" in done.stderr
 
 
+def test_claims_are_cut_off_in_time_and_published(tmp_path):
+    fake = '#!/bin/sh\necho "$@" >> "$CALLS"\n[ "$3" != long ] || exec sleep 60\n'
+    (tmp_path / "qkablate").write_text(fake)
+    (tmp_path / "qkablate").chmod(0o755)
+    env = {"PATH": f"{tmp_path}:/usr/bin:/bin", "CALLS": str(tmp_path / "calls")}
+    script = [ROOT / "scripts" / "run-claims"]
+    done = subprocess.run([*script, "2", "short", "long", "later", "out=x", "data=text"], env=env)
+    assert done.returncode == 1
+    assert (tmp_path / "calls").read_text().splitlines() == [
+        "claim run short data=text out=x",
+        "claim run long data=text out=x",
+        "publish short long out=x",
+    ]
+    for words in ([], ["1h", "short"], ["60"], ["60", "out=x"]):
+        done = subprocess.run([*script, *words], env=env, capture_output=True, text=True)
+        assert (done.returncode, done.stderr.count("\n")) == (2, 1)
+
+
 @pytest.mark.parametrize(("backend", "seen"), [("cpu", "cpu"), ("", "unset")])
 def test_image_gives_uv_a_build_of_torch_or_none(tmp_path, backend, seen):
     text = (ROOT / "Dockerfile").read_text(encoding="utf-8").replace("\\\n", " ")

@@ -175,6 +175,7 @@ def _list(words: list[str], *, as_json: bool) -> int:
     from qkablate.analysis.claims.judgement import counting_judgement, judge_looks
     from qkablate.analysis.claims.parse import claim_names, load_claim
     from qkablate.analysis.claims.registry import find_registrations, registered_names
+    from qkablate.analysis.publication import reuse
     from qkablate.sweeps.planning.estimate import measure_pace
 
     rest, out = take_out(words)
@@ -209,6 +210,7 @@ def _list(words: list[str], *, as_json: bool) -> int:
                 "minutes_here": None if claim.minutes is None else round(claim.minutes * pace, 1),
                 "untestable": claim.untestable,
                 "verdicts": verdicts,
+                "published": reuse.is_published(PUBLISHED, claim),
             }
         )
     if as_json:
@@ -220,7 +222,11 @@ def _list(words: list[str], *, as_json: bool) -> int:
         "min: minutes here at scale=small, by the time of a training step; --dry-run times the"
         " claim's own"
     )
-    print_next_commands(["claim", "run", "directed", "--dry-run"])
+    reads_published = any(row["published"] and not row["verdicts"] for row in rows)
+    print_next_commands(
+        *([["claim", "list", f"out={PUBLISHED}"]] if reads_published else []),
+        ["claim", "run", "directed", "--dry-run"],
+    )
     return 0
 
 
@@ -230,7 +236,8 @@ def _format_row(row: dict[str, Any]) -> list[str]:
     if row["untestable"]:
         facts.append("not testable yet")
     else:
-        facts.append(", ".join(row["verdicts"]) or "not run")
+        state = "not run here, published" if row["published"] else "not run"
+        facts.append(", ".join(row["verdicts"]) or state)
         facts += [", ".join(row["measures"]), f"n = {'/'.join(map(str, row['seeds']))}"]
         minutes = row["minutes_here"]
         facts += [f"{max(1, round(minutes))} min"] if minutes is not None else []

@@ -430,6 +430,18 @@ def test_list_tells_the_time_here(qkablate):
     assert max(factors) == pytest.approx(min(factors), rel=0.02)
 
 
+def test_list_says_which_claims_are_published(qkablate, monkeypatch):
+    monkeypatch.setattr(estimate, "measure_pace", lambda config, vocabulary: 0.5)
+    monkeypatch.chdir(Path(__file__).parents[2])
+    done = qkablate("claim", "list", "out=nowhere")
+    assert "\nqq_worse · not run here, published · gap" in done.out
+    assert proposed_commands(done)[0] == ["qkablate", "claim", "list", "out=docs/study/results"]
+    rows = json.loads(qkablate("claim", "list", "out=nowhere", "--json").out)
+    archives = [path.name for path in Path("docs/study/results").glob("*.json.gz")]
+    published = {row["claim"] for row in rows if row["published"]}
+    assert published == {name.partition("-small-")[0] for name in archives}
+
+
 @pytest.mark.slow
 def test_list_has_the_verdicts(qkablate, claim, pretended, tmp_path):
     assert claim("run").code == 0
