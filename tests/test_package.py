@@ -58,7 +58,8 @@ def test_claims_are_cut_off_in_time_and_published(tmp_path):
     assert (tmp_path / "calls").read_text().splitlines() == [
         "claim run short data=text out=x",
         "claim run long data=text out=x",
-        "publish short long out=x",
+        "publish short out=x",
+        "publish long out=x",
     ]
     for words in ([], ["1h", "short"], ["60"], ["60", "out=x"]):
         done = subprocess.run([*script, *words], env=env, capture_output=True, text=True)

@@ -133,7 +133,8 @@ class _ClaimRequest:
             if not equals or not key:
                 raise UserError(f"'{word}' is not key=value, as in scale=gpu or data=wikitext2")
             pairs[key] = value
-        scale = pairs.pop("scale", "small")
+        typed_scale = pairs.pop("scale", None)
+        scale = typed_scale or "small"
         run_keys = {k: v for k, v in pairs.items() if has_role(k, NON_CLAIM_KEYS)}
         for key, value in run_keys.items():
             check_digits(key, value)
@@ -148,7 +149,16 @@ class _ClaimRequest:
         is_archive = self.out != out  # which is no place for runs
         self.words = [w for w in words if not (is_archive and w.startswith("out="))]
         if name in registered_names(self.out) and name not in claim_names():
-            self.claim = find_registrations(self.out, name)[-1].claim  # from a user's file
+            registered = [entry.claim for entry in find_registrations(self.out, name)]
+            if typed_scale or claim_keys:
+                wanted = (scale, claim_keys)
+                registered = [c for c in registered if (c.scale, dict(c.words)) == wanted]
+            if not registered:
+                raise UserError(
+                    f"no '{name}' is registered in '{self.out}' with these keys; give its file,"
+                    f" {name}.yaml"
+                )
+            self.claim = registered[-1]
         else:
             if name.endswith((".yaml", ".yml")) and not os.path.isfile(name):
                 raise UserError(
@@ -263,6 +273,7 @@ def _summarize(judgement: "Judgement") -> str:
 
 def _show(request: _ClaimRequest, as_json: bool) -> int:
     from qkablate.analysis.claims.judgement import counting_judgement, judge_looks
+    from qkablate.analysis.claims.registry import find_registrations
     from qkablate.analysis.publication import reuse
     from qkablate.report.text.claims import format_claim, judgement_to_json
 
@@ -270,6 +281,9 @@ def _show(request: _ClaimRequest, as_json: bool) -> int:
     looks = judge_looks(claim, request.out)
     judgement = counting_judgement(looks)
     if judgement is None:
+        registered = find_registrations(request.out, claim.name)
+        if lost := [sweep for entry in registered for sweep in entry.lost]:
+            raise UserError(f"claim {claim.name}: its sweep '{lost[0]}' is gone")
         request.check_values()
         if as_json:
             print_json({"claim": claim.name, "scale": claim.scale, "verdict": None})
@@ -327,7 +341,7 @@ def _run(request: _ClaimRequest, args: Namespace) -> int:
             command = [*request.command("run"), *more, *source]
             manifest, slots = plan_sweep(sweep_request, command)
         if archive is not None:
-            reuse.note_tuning(archive, manifest)
+            manifest = reuse.follow_search(archive, manifest, seeds)
         for left in manifest.left_out:
             raise UserError(f"{claim.name}: {left.arm} is left out ({left.kind}): {left.reason}")
         comparisons = find_comparisons(claim, manifest.arms.values())

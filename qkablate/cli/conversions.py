@@ -8,7 +8,7 @@ from qkablate.compose.configs import make_config, open_hydra
 from qkablate.compose.grid import SweepRequest, read_request, split_engine_words
 from qkablate.compose.words import expand_words, parse_values, split_words
 from qkablate.config import Config, variants
-from qkablate.errors import UserError
+from qkablate.errors import UserError, print_stderr
 from qkablate.table import print_json, print_next_commands
 
 if TYPE_CHECKING:
@@ -45,7 +45,11 @@ def print_conversions(
     from qkablate.report.text import projection
     from qkablate.sweeps.running import results
 
-    outcome = run_sweep(manifest, slots, request, retry=True)
+    try:
+        outcome = run_sweep(manifest, slots, request, retry=True)
+    except OSError as error:  # as of a full disk; what is written so far stays
+        print_stderr(f"qkablate: {error}")
+        return 1
     study = read_study(outcome.manifest.folder)
     if args.json:
         print_json(projection.conversions_to_json(study))

@@ -6,6 +6,7 @@ from contextlib import suppress
 from qkablate.api.sweep import SweepOutcome, run_sweep
 from qkablate.cli.arguments import out_words
 from qkablate.compose.grid import SweepRequest
+from qkablate.errors import print_stderr
 from qkablate.screen import find_screen
 from qkablate.sweeps.planning.manifest import Manifest
 from qkablate.sweeps.running import results
@@ -52,7 +53,11 @@ def run_and_print(
     manifest: Manifest, slots: list[str | None], request: SweepRequest, *, retry: bool
 ) -> int:
     """Train the runs that are not done, print the outcome, and return the exit code."""
-    outcome = run_sweep(manifest, slots, request, retry=retry)
+    try:
+        outcome = run_sweep(manifest, slots, request, retry=retry)
+    except OSError as error:  # as of a full disk; what is written so far stays
+        print_stderr(f"qkablate: {error}")
+        return 1
     with suppress(BrokenPipeError):
         _print_outcome(outcome)
     return outcome.code

@@ -4,7 +4,7 @@ import os
 from pathlib import Path
 
 from qkablate.cli.arguments import Parser, claim_name, take_out
-from qkablate.errors import UserError
+from qkablate.errors import UserError, print_stderr
 from qkablate.table import format_bytes, format_count, print_next_commands, print_text
 
 FOLDER = "docs/study/results"
@@ -35,8 +35,8 @@ Examples
 Flags
 {flags}
 
-Exit codes: 0 published · 2 a run has other figures than the published one, or a
-mistake in the command
+Exit codes: 0 published · 2 a claim was not published, as a run has other figures
+than the published one or none has ended, or a mistake in the command
 """
 PARSER = Parser(HELP, ("claim",), ("out=",))
 PARSER.option("-o", "FOLDER", f"where the archives are; the default is {FOLDER}")
@@ -57,21 +57,29 @@ def main(argv: list[str]) -> int:
         read_registration,
         registered_names,
     )
-    from qkablate.analysis.publication.publish import publish
+    from qkablate.analysis.publication.publish import has_ended_runs, publish
     from qkablate.cli.names import find_by_name
 
     named = []
     for word in map(claim_name, words):
         if word in registered_names(out):
-            named += find_registrations(out, word)
+            registered = find_registrations(out, word)
+            # An earlier wording may have been registered and never run.
+            named += [entry for entry in registered if has_ended_runs(entry)] or registered
         else:
             named.append(read_registration(find_by_name(word, out, ("claim",))[1]))
+    code = 0
     for registration in {entry.folder: entry for entry in named}.values():
         try:
             path, runs, new = publish(registration, folder)
+        except UserError as error:  # the other claims are published all the same
+            print_stderr(f"qkablate: {error}")
+            code = 2
+            continue
         except OSError as error:
             raise UserError(f"-o: '{folder}' cannot be written: {error.strerror}") from None
         size = format_bytes(path.stat().st_size)
         print_text(f"{path}  {size}, {format_count(runs, 'run')}, {new:,} of them new")
-    print_next_commands(["report", str(folder)])
-    return 0
+    if not code:
+        print_next_commands(["report", str(folder)])
+    return code

@@ -73,7 +73,7 @@ def main(argv: list[str]) -> int:
             sweep_state.refresh()
             table.show(sweep_state)
     counts = sweep_state.status_counts()
-    is_finished = counts["done"] + counts["diverged"] == sweep_state.expected_runs()
+    is_finished = sweep_state.is_finished()
     with suppress(BrokenPipeError):
         if args.json:
             print_json(

@@ -8,7 +8,7 @@ from qkablate.cli.launch import run_and_print, show_plan
 from qkablate.compose.configs import open_hydra
 from qkablate.compose.grid import read_request
 from qkablate.config import conf_dir
-from qkablate.errors import UserError, print_stderr
+from qkablate.errors import UserError
 
 HELP = """qkablate sweep: train a grid of runs, frozen before the first one starts.
 
@@ -101,8 +101,4 @@ def main(argv: list[str]) -> int:
         manifest, slots = plan_sweep(request, command)
     if args.dry_run:
         return show_plan(manifest, slots, request, as_json=args.json)
-    try:
-        return run_and_print(manifest, slots, request, retry=args.retry is not None)
-    except OSError as error:  # as of a full disk; what is written so far stays
-        print_stderr(f"qkablate: {error}")
-        return 1
+    return run_and_print(manifest, slots, request, retry=args.retry is not None)

@@ -367,6 +367,14 @@ def test_refuted_and_underpowered_are_verdicts_too(claim, pretended, write):
     assert claim("show").code == 0
 
 
+def test_claim_of_ones_own_is_found_by_its_keys(claim, pretended, qkablate):
+    """Its file is not needed once it is registered."""
+    assert claim("run").code == 0
+    assert "\nSUPPORTED at these rates\n" in qkablate("claim", "show", "mine").out
+    for word in ("scale=gpu", "model.layers=7"):
+        assert_refused(qkablate("claim", "show", "mine", word), "give its file, mine.yaml")
+
+
 @pytest.mark.slow
 def test_other_data_under_the_same_name_is_rejected(claim, pretended, text):
     assert claim("run").code == 0

@@ -91,7 +91,8 @@ def register_claim(
     folder = Path(out).expanduser() / "claims" / claim.folder_name
     if not (folder / FILE).exists():
         make_folder(folder)
-        earlier = [r.claim.hash for r in find_registrations(out, claim.name) if _has_results(r)]
+        others = find_registrations(out, claim.name)
+        earlier = [r.claim.hash for r in others if _is_wording_of(r, claim) and _has_results(r)]
         content = published or {
             "format": FORMAT,
             "statistics": STATISTICS,
@@ -166,13 +167,25 @@ def _leaves(value: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:
 def edits_since(claim: Claim, before: list[Registration]) -> list[str]:
     """Return the edits of a claim since it had results; with them, its verdict confirms nothing."""
     same = [other for other in before if other.claim.hash == claim.hash]
-    return [
+    edits = [
         f"edited after the runs of {other.when}: {'; '.join(describe_changes(other.claim, claim))}"
         for other in before
         if other.claim.hash != claim.hash
-        and (other.claim.scale, other.claim.words) == (claim.scale, claim.words)
+        and _is_wording_of(other, claim)
         and (other.claim.hash in same[0].earlier if same else _has_results(other))
     ]
+    known = {other.claim.hash for other in before}
+    lost = sorted(same[0].earlier - known) if same else []
+    return edits + [
+        f"edited after the runs of an earlier wording ({hash[:12]}), which is not here"
+        for hash in lost
+    ]
+
+
+def _is_wording_of(registration: Registration, claim: Claim) -> bool:
+    """Return whether a claim was registered at the same scale, with the same keys."""
+    other = registration.claim
+    return (other.scale, other.words) == (claim.scale, claim.words)
 
 
 def _has_results(registration: Registration) -> bool:

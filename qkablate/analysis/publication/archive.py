@@ -27,6 +27,7 @@ from qkablate.analysis.publication.encoding import Fields, from_columns, to_colu
 from qkablate.disk import make_folder, read_file, write_atomic
 from qkablate.errors import UserError, sanitize
 from qkablate.runs.records import is_number, sha256
+from qkablate.runs.run import CUDA_NUMERICS, NUMERICS
 from qkablate.strict_json import hash_json, parse_json
 
 FORMAT = 1
@@ -82,6 +83,13 @@ class Archive:
                     " train.vmap or this program differ; `qkablate claim run … --from FOLDER`"
                     " trains with the settings of the published runs"
                 )
+            rules = [one["manifest"].get("tuning_rules", 1) for one in (known, look)]
+            if rules[0] != rules[1]:
+                raise UserError(
+                    f"{self.name}: its learning rates are published as chosen by rules {rules[0]},"
+                    f" and here by rules {rules[1]}; `qkablate claim run … --from FOLDER` chooses"
+                    " them as published"
+                )
             if _rows(look) > _rows(known):
                 known["solo"] = look["solo"]
         added = new.runs.keys() - self.runs.keys()
@@ -129,6 +137,13 @@ class Archive:
             write_atomic(path, compressed)
         _write_checksums(folder, path.name, [sha256(compressed)])
         return path
+
+
+def is_of_today(manifest: Fields) -> bool:
+    """Return whether the ids of a published sweep's runs are those of this version."""
+    # The first archives do not say which numerics a GPU had.
+    theirs = manifest["numerics"], manifest.get("cuda_numerics", 3)
+    return theirs == (NUMERICS, CUDA_NUMERICS)
 
 
 def figures(run: Fields) -> Fields:

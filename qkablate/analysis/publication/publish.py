@@ -41,19 +41,24 @@ VAL_SCALE, TRAIN_SCALE = 100_000, 10_000  # of a reading
 
 def publish(registration: Registration, folder: Path) -> tuple[Path, int, int]:
     """Add the runs that have ended to the claim's archive; return it, all runs and the new ones."""
-    if not any(any(_ended(_read_state(sweep))) for sweep in registration.sweeps.values()):
+    if not has_ended_runs(registration):
         raise UserError(f"{registration.claim.name}: no run of it has ended")
     make_folder(folder)
     with hold_lock(folder / LOCK, waits_for=f"another `qkablate publish` into '{folder}'"):
         path = folder / f"{registration.claim.folder_name}{SUFFIX}"
         existing = read_archive(path) if path.exists() else None
-        known = existing.runs.keys() if existing else ()
+        known = {*existing.runs} if existing else set()
         archive = collect(registration, known)
         if existing is not None:
             with refuse_malformed(path):
                 existing.merge(archive)
             archive = existing
         return archive.write(folder), len(archive.runs), len(archive.runs) - len(known)
+
+
+def has_ended_runs(registration: Registration) -> bool:
+    """Return whether a run of a claim has ended, and can be published."""
+    return any(any(_ended(_read_state(sweep))) for sweep in registration.sweeps.values())
 
 
 def _read_state(sweep: Path) -> SweepState:
@@ -76,7 +81,7 @@ def collect(registration: Registration, known: Collection[str] = ()) -> Archive:
         sweep_state = _read_state(sweep)
         archive.looks[str(n)] = {
             "manifest": without_folders(parse_json(read_file(sweep / MANIFEST_FILE))),
-            "solo": _without_host(read_json(sweep / SOLO)),
+            "solo": read_json(sweep / SOLO),
         }
         for id in _ended(sweep_state):
             if id not in archive.runs:
@@ -110,12 +115,6 @@ def _last_name(word: str) -> str:
     """Return a word whose path, as in --from=PATH, is its last name alone."""
     flag, sign, path = word.rpartition("=")
     return f"{flag}{sign}{os.path.basename(os.path.normpath(path))}" if "/" in path else word
-
-
-def _without_host(solo: Fields | None) -> Fields | None:
-    if solo is None:
-        return None
-    return solo | {"machine": {k: v for k, v in solo["machine"].items() if k != "host"}}
 
 
 def _pack_run(archive: Archive, record: Record) -> Fields:

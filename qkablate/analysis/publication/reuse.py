@@ -2,6 +2,7 @@
 
 import tempfile
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -9,6 +10,7 @@ from qkablate.analysis.claims.claim import Claim
 from qkablate.analysis.publication.archive import (
     Archive,
     find_archives,
+    is_of_today,
     read_archive,
     refuse_malformed,
 )
@@ -18,7 +20,7 @@ from qkablate.analysis.publication.unpack import write_run
 from qkablate.disk import read_file, write_atomic
 from qkablate.errors import UserError, print_stderr
 from qkablate.runs.lease import AlreadyRunning
-from qkablate.runs.run import Run, identity
+from qkablate.runs.run import Run
 from qkablate.sweeps.planning.manifest import Manifest
 from qkablate.table import format_list
 
@@ -57,14 +59,21 @@ def machine_settings(archive: Archive, given: Mapping[str, Any]) -> list[str]:
         arms = [arm for look in archive.looks.values() for arm in look["manifest"]["arms"].values()]
         for key in _MACHINE_KEYS:
             values = {str(_setting(arm["config"], key)).lower() for arm in arms}
-            if key == "train.vmap" and len(values) > 1:  # by arm, as `auto` or an obstacle decided
-                values = {"auto"}
+            if key == "train.vmap" and len(values) > 1:  # some arms cannot be vmapped
+                values = {_typed_value(archive, key) or "auto"}
             if len(values) == 1 and key not in given:
                 words.append(f"{key}={values.pop()}")
         device = {str(arm["facts"]["device"]) for arm in arms}
         if len(device) == 1 and "device" not in given:
             words.append(f"device={device.pop()}")
     return words
+
+
+def _typed_value(archive: Archive, key: str) -> str:
+    """Return the value of a key in the command of the published runs; '' if it was not given."""
+    words = [word for look in archive.looks.values() for word in look["manifest"]["command"]]
+    typed = [word.partition("=")[2] for word in words if word.startswith(f"{key}=")]
+    return typed[-1] if typed else ""
 
 
 def _setting(config: Fields, key: str) -> Any:
@@ -82,6 +91,27 @@ def count_published(archive: Archive, manifest: Manifest) -> int:
                 f" {_explain(archive, manifest)}"
             )
     return count
+
+
+def follow_search(archive: Archive, manifest: Manifest, seeds: int) -> Manifest:
+    """Return the plan with the published search for learning rates: its runs and its rules.
+
+    Other rules would choose other rates than the published ones, after these were known.
+    """
+    if not manifest.finals:
+        return manifest
+    with refuse_malformed(archive.name):
+        look = archive.looks.get(str(seeds)) or next(iter(archive.looks.values()))
+        published = look["manifest"]
+        if published["arms"].keys() != manifest.arms.keys():
+            return manifest  # count_published says how they differ
+        arms = {
+            name: replace(arm, has_circuit_lr=published["arms"][name].get("has_circuit_lr", False))
+            for name, arm in manifest.arms.items()
+        }
+        runs = [arms[r["arm"]].run(r["changes"], tuning=r["tuning"]) for r in published["runs"]]
+        rules = published.get("tuning_rules", 1)
+        return replace(manifest, arms=arms, runs=runs, tuning_rules=rules)
 
 
 def note_tuning(archive: Archive, manifest: Manifest) -> None:
@@ -143,10 +173,8 @@ def _explain(archive: Archive, manifest: Manifest) -> str:
         for name, published in look["manifest"]["arms"].items():
             if (arm := manifest.arms.get(name)) is None:
                 continue
-            if look["manifest"]["numerics"] != (
-                numerics := identity(arm.config, **arm.facts)["numerics"]
-            ):
-                return f"its numbers are of version {look['manifest']['numerics']}, now {numerics}"
+            if not is_of_today(look["manifest"]):
+                return "their numbers are of another version of qkablate"
             for key, value in arm.facts.items():
                 if published["facts"].get(key) != value:
                     return f"{key} is {published['facts'].get(key)} there, and {value} here"

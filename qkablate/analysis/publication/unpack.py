@@ -19,6 +19,7 @@ from qkablate.analysis.publication.archive import (
     NAME,
     Archive,
     find_archives,
+    is_of_today,
     read_archive,
     refuse_malformed,
 )
@@ -32,7 +33,7 @@ from qkablate.disk import link_atomic, read_file
 from qkablate.errors import UserError
 from qkablate.runs.document_losses import DocumentLossesHeader, write_document_losses
 from qkablate.runs.records import encode_row, sha256
-from qkablate.runs.run import NUMERICS, identity
+from qkablate.runs.run import CUDA_NUMERICS, NUMERICS, identity
 from qkablate.strict_json import hash_json
 from qkablate.sweeps.planning.manifest import MANIFEST_FILE, Arm, SweepRun, read_manifest
 from qkablate.sweeps.running.solo_results import FILE as SOLO_FILE
@@ -49,7 +50,8 @@ def unpack_archives(paths: Iterable[Path]) -> Path:
     paths = list(paths)
     archives = [read_archive(path) for path in paths]
     digests = sorted(sha256(read_file(path)) for path in paths)
-    key = sha256(json.dumps([FORMAT, __version__, digests]).encode())[:24]
+    versions = [FORMAT, __version__, NUMERICS, CUDA_NUMERICS]
+    key = sha256(json.dumps([*versions, digests]).encode())[:24]
     folder = archive_cache() / key
     if not folder.is_dir():
         temporary = folder.with_name(f"{key}.{secrets.token_hex(4)}.tmp")
@@ -96,7 +98,7 @@ def write_archive(archive: Archive, out: Path) -> None:
         sweep.mkdir(parents=True, exist_ok=True)
         _write_json(sweep / MANIFEST_FILE, manifest | {"sha256": hash_json(manifest)})
         own = read_manifest(sweep).arms
-        if manifest["numerics"] != NUMERICS:  # ids are today's, by which the runs are found
+        if not is_of_today(manifest):  # ids become today's, by which the runs are found
             runs = [r | {"id": plan_run(archive, r, own).id} for r in manifest["runs"]]
             renamed = manifest | {"runs": runs}
             _write_json(sweep / MANIFEST_FILE, renamed | {"sha256": hash_json(renamed)})
@@ -104,12 +106,12 @@ def write_archive(archive: Archive, out: Path) -> None:
             _write_json(sweep / SOLO_FILE, look["solo"])
         arms |= own
         link_atomic(registered / f"n{int(n)}", sweep)
-    is_of_today = all(look["manifest"]["numerics"] == NUMERICS for look in archive.looks.values())
+    keeps_ids = all(is_of_today(look["manifest"]) for look in archive.looks.values())
     read_registration(registered)  # UserError, or one of MALFORMED, unless it is as it was written
     documents = mean_document_losses(archive)
     for id, run in archive.runs.items():
         planned = plan_run(archive, run, arms)
-        if (is_of_today and planned.id != id) or not NAME.fullmatch(planned.name):
+        if (keeps_ids and planned.id != id) or not NAME.fullmatch(planned.name):
             raise UserError(f"{archive.name}: run {id} does not have the settings of its id")
         folder = out / "runs" / planned.name
         write_run(archive, run, arms[run["arm"]], planned, folder, documents)

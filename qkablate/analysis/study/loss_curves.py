@@ -24,7 +24,7 @@ def read_loss_curves(
 ) -> dict[str, LossCurve]:
     """Read the loss curves of a run, thinned evenly on a log scale; malformed lines are skipped."""
     content = read_metrics(folder)
-    curves: dict[str, LossCurve] = {VAL: {}, TRAIN: {}}
+    curves: dict[str, LossCurve] = {VAL: {}, TRAIN: {}, START: {}}
     if content is None:
         report_damage(folder, "its loss curves are skipped", note)
         return curves
@@ -40,7 +40,8 @@ def read_loss_curves(
             except ValueError:
                 damaged |= {line} - {unfinished}  # the last line may be just being written
         curves[metric] = dict(sorted(curves[metric].items()))
-    curves[START] = {0: curves[VAL].pop(0)} if 0 in curves[VAL] else {}
+    if 0 in curves[VAL]:
+        curves[START][0] = curves[VAL].pop(0)
     if damaged:
         report_damage(folder, f"rows skipped: {len(damaged)}", note)
     return curves

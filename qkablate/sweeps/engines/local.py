@@ -108,7 +108,9 @@ class LocalEngine(Engine):
             running.lifeline.close()
             code = running.process.exitcode or 0
             out_of_memory = code == -signal.SIGKILL and oom_kill_count() > running.oom_kills
-            exits.append(RunExit(id, code, out_of_memory))
+            # The code of multiprocessing for a child whose server can no longer tell it.
+            lost = "the server of its process was killed" if code == 255 else ""
+            exits.append(RunExit(id, code, out_of_memory, lost))
         return exits
 
     def stop(self, *, now: bool) -> None:

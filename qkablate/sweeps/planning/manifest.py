@@ -34,7 +34,16 @@ from qkablate.config.sweep import as_quoted
 from qkablate.disk import make_folder, read_file, write_atomic
 from qkablate.errors import UserError
 from qkablate.runs.records import sha256
-from qkablate.runs.run import NUMERICS, identity, label, match_name, no_match, refuse_links, run_id
+from qkablate.runs.run import (
+    CUDA_NUMERICS,
+    NUMERICS,
+    identity,
+    label,
+    match_name,
+    no_match,
+    refuse_links,
+    run_id,
+)
 from qkablate.strict_json import from_json, parse_json
 
 FORMAT = 1
@@ -275,6 +284,7 @@ class Manifest:
             "format": FORMAT,
             "version": __version__,
             "numerics": NUMERICS,
+            "cuda_numerics": CUDA_NUMERICS,
             "id": self.id,
             **dataclasses.asdict(self),
         }
@@ -321,7 +331,7 @@ def read_manifest(folder: Path) -> Manifest:
             )
         if content.pop("sha256") != _sha256(content):
             raise ValueError("its checksum does not match")
-        for key in ("format", "version", "numerics", "id"):
+        for key in ("format", "version", "numerics", "cuda_numerics", "id"):
             content.pop(key, None)
         # Where the folder is now, in case it was moved; relative where `folder` is.
         out = Path(os.path.abspath(folder)).parent.parent

@@ -16,6 +16,7 @@ import torch
 from tqdm import tqdm
 
 from qkablate.config import Config
+from qkablate.disk import hold_lock
 from qkablate.errors import UserError, print_stderr
 from qkablate.runs.lease import LeaseObserver
 from qkablate.runs.run import read_cpu_name
@@ -38,6 +39,11 @@ def measure_arms(manifest: Manifest, arms: Sequence[str], repetitions: int) -> N
     It waits while a run of the same folder is being trained: what is measured beside one is not the
     arm.
     """
+    with hold_lock(manifest.folder / ".solo.lock", "another launcher that measures these arms"):
+        _measure_missing(manifest, arms, repetitions)
+
+
+def _measure_missing(manifest: Manifest, arms: Sequence[str], repetitions: int) -> None:
     found = read_solo(manifest.folder)
     machine = {
         "cpu": read_cpu_name(),

@@ -210,7 +210,8 @@ def record_death(
         if planned.run.id != exit.id:  # this machine would compute it in another way
             return False
         record_failure(planned, reason, out_of_memory=exit.out_of_memory, packed=packed)
-    return True
+        return True
+    return False
 
 
 if __name__ == "__main__":

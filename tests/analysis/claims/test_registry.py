@@ -310,6 +310,15 @@ def test_every_edit_is_described(ran, tmp_path):
     assert {line.rpartition(": ")[2] for line in lines} == {"0.01 → 0.03", "0.02 → 0.03"}
 
 
+def test_edit_counts_where_its_earlier_wording_is_gone(ran, tmp_path):
+    first, second = ran(claim()), ran(claim(margin=0.02))
+    ran(claim(at="gpu"))  # another claim
+    assert second.earlier == {first.claim.hash}
+    shutil.rmtree(first.folder)
+    (line,) = list_edits(claim(margin=0.02), tmp_path)
+    assert f"an earlier wording ({first.claim.hash[:12]}), which is not here" in line
+
+
 # Its sweeps.
 
 

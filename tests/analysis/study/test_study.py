@@ -384,7 +384,7 @@ def test_missing_loss_curve_is_empty(tmp_path):
     assert read_loss_curves(tmp_path)[VAL] == {}
     assert read_loss_curves(tmp_path / "nowhere")[VAL] == {}
     (tmp_path / "metrics.jsonl").mkdir()
-    assert read_loss_curves(tmp_path)[VAL] == {}
+    assert read_loss_curves(tmp_path) == {VAL: {}, TRAIN: {}, START: {}}
 
 
 def write_readings(folder, count, *, val_every=1, damage=()):

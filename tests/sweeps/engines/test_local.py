@@ -1,9 +1,13 @@
 """The local engine; tests/sweeps/running/test_launcher.py has the tests of all engines."""
 
+import os
 import subprocess
 import sys
+from types import SimpleNamespace
 
 import pytest
+
+from qkablate.sweeps.engines import local
 
 SIGNALED_EARLY = """
 import multiprocessing, os, signal, sys
@@ -20,6 +24,20 @@ process = multiprocessing.get_context("forkserver").Process(target=print, args=(
 process.start()
 process.join()
 """
+
+
+def test_run_is_started_again_if_its_server_was_killed():
+    """Then multiprocessing says 255, and the process is still writing its checkpoint."""
+    sentinel, end = os.pipe()
+    os.close(end)
+    process = SimpleNamespace(sentinel=sentinel, join=lambda: None, exitcode=255)
+    engine = local.LocalEngine([None], wandb=None)
+    lifeline = SimpleNamespace(close=lambda: None)
+    engine._running["a1"] = local._Running(process, 0, lifeline, 0)
+    (exit,) = engine.wait_for_exits(1.0)
+    assert (exit.id, exit.code) == ("a1", 255)
+    assert exit.requeue_reason == "the server of its process was killed"
+    os.close(sentinel)
 
 
 @pytest.mark.slow
