@@ -5,7 +5,7 @@ import math
 import numpy as np
 import pytest
 
-from qkablate.analysis.claims.verdict import ClaimVerdict, Part, judge_parts
+from qkablate.analysis.claims.verdict import Part, judge_parts
 from qkablate.analysis.comparison.decision import Verdict
 from qkablate.analysis.outliers import TYPICAL_SIZE, FailureRisk, find_outliers
 from qkablate.analysis.stats import Sample
@@ -89,4 +89,8 @@ def test_underpowered_verdict_has_no_condition():
 
 def test_claim_refuted_by_one_part_for_certain_has_no_condition():
     parts = [part("noninferior", 0.5, 6), part("noninferior", 0.02, 6)]
-    assert judge_parts(parts) == ClaimVerdict(Verdict.REFUTED, [Verdict.REFUTED, Verdict.REFUTED])
+    verdict = judge_parts(parts)
+    assert (verdict.word, verdict.unless) == (Verdict.REFUTED, [])
+    first, second = verdict.conditions  # of the parts by themselves
+    assert first == []
+    assert second == ["one run in 13 of base is an outlier by 0.12 nats"]

@@ -3,7 +3,7 @@
 import dataclasses
 import math
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from qkablate.analysis.claims.claim import OVER_LENGTHS, Claim, Comparison, find_comparisons
@@ -57,6 +57,7 @@ class PartJudgement:
     comparison: Comparison
     gaps: list[Gap]  # the last one is subtracted, if the part has `than`
     checks: list[AuditCheck]
+    unless: list[str] = field(default_factory=list)  # failures that would overturn its word
 
     @property
     def unit(self) -> Unit:
@@ -180,10 +181,41 @@ def judge_claim(claim: Claim, study: Study, exploratory: list[str]) -> Judgement
         return Judgement(claim, study, n, alpha, Verdict.INCOMPLETE, [], parts, reasons)
     verdict = judge_parts([judged.part for judged in parts], alpha)
     parts = [
-        dataclasses.replace(judged, word=word)
-        for judged, word in zip(parts, verdict.parts, strict=True)
+        dataclasses.replace(judged, word=word, unless=unless)
+        for judged, word, unless in zip(parts, verdict.parts, verdict.conditions, strict=True)
     ]
+    parts = _warn_of_documents(parts, alpha)
     return Judgement(claim, study, n, alpha, verdict.word, verdict.unless, parts, reasons)
+
+
+def _warn_of_documents(parts: list[PartJudgement], alpha: float) -> list[PartJudgement]:
+    """Warn where the verdict of a part would change with the error over documents."""
+    wider = judge_parts([_add_document_error(judged) for judged in parts], alpha)
+    warned = []
+    for judged, other in zip(parts, wider.parts, strict=True):
+        checks = judged.checks
+        if other != judged.word:
+            checks = [
+                AuditCheck(
+                    check.name, WARNING, f"{check.message}; with it the verdict would be {other}"
+                )
+                if check.name == "documents"
+                else check
+                for check in checks
+            ]
+        warned.append(dataclasses.replace(judged, checks=checks))
+    return warned
+
+
+def _add_document_error(judged: PartJudgement) -> Part:
+    """Return a part about a gap with the variance over documents, which no decision includes."""
+    part, spec = judged.part, judged.comparison.spec
+    errors = [gap.document_error for gap in judged.gaps]
+    if spec.of != "gap" or spec.horizon in OVER_LENGTHS:
+        return part
+    variance = math.fsum(error.se**2 for error in errors if error is not None)
+    extra = part.sample.extra_variance + variance
+    return dataclasses.replace(part, sample=dataclasses.replace(part.sample, extra_variance=extra))
 
 
 def solo_arms(comparisons: Iterable[Comparison]) -> list[str]:

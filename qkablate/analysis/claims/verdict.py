@@ -226,6 +226,7 @@ class ClaimVerdict:
     word: Verdict
     parts: list[Verdict]
     unless: list[str] = field(default_factory=list)  # failures that would overturn it
+    conditions: list[list[str]] = field(default_factory=list)  # and each of its parts
 
 
 def judge_parts(parts: Sequence[Part], alpha: float = ALPHA) -> ClaimVerdict:
@@ -246,11 +247,16 @@ def judge_parts(parts: Sequence[Part], alpha: float = ALPHA) -> ClaimVerdict:
     conditions = [
         part.conditions(verdict, alpha, len(parts))
         for part, verdict in zip(parts, verdicts, strict=True)
+    ]
+    deciding = [
+        own
+        for own, verdict in zip(conditions, verdicts, strict=True)
         if word in (Verdict.SUPPORTED, Verdict.EQUIVALENT, Verdict.MIXED) or verdict == word
     ]
-    if word == Verdict.REFUTED and not all(conditions):
-        return ClaimVerdict(word, verdicts)  # a part is refuted whatever fails
-    return ClaimVerdict(word, verdicts, [*dict.fromkeys(itertools.chain(*conditions))])
+    if word == Verdict.REFUTED and not all(deciding):
+        return ClaimVerdict(word, verdicts, [], conditions)  # a part is refuted whatever fails
+    unless = [*dict.fromkeys(itertools.chain(*deciding))]
+    return ClaimVerdict(word, verdicts, unless, conditions)
 
 
 def merge_verdicts(verdicts: list[Verdict], parts: Sequence[Part]) -> Verdict:

@@ -44,8 +44,7 @@ def _format_cost(judged: PartJudgement, text: str) -> str:
     is_standards = is_about_standard(spec)
     if part.sample.interval(LEVEL) is None:
         return f"{text}: unknown"
-    records = [r for gap in judged.gaps for entry in gap.sides for r in entry.records.values()]
-    if spec.of == "accuracy" and min(record.accuracy or 0 for record in records) > _ALL:
+    if is_at_ceiling(judged):
         return f"{text}: 0.000 accuracy lost, every run at 100 %"
     low, high = judged.interval(LEVEL)
     mean = judged.unit.natural(part.sample.mean)
@@ -62,6 +61,13 @@ def _format_cost(judged: PartJudgement, text: str) -> str:
             # With standard as the arm, the floor was compared with the variant.
             facts.append(f"attention {worth + mean * is_standards:.3f}")
     return f"{text}: {value}, {', '.join(facts)}"
+
+
+def is_at_ceiling(judged: PartJudgement) -> bool:
+    """Return whether a part is about accuracy, and every run of it answers everything."""
+    records = [r for gap in judged.gaps for entry in gap.sides for r in entry.records.values()]
+    is_of_accuracy = judged.comparison.spec.of == "accuracy"
+    return is_of_accuracy and min(record.accuracy or 0 for record in records) > _ALL
 
 
 def is_about_standard(spec: PartSpec) -> bool:

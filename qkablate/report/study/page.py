@@ -10,7 +10,7 @@ from pathlib import Path
 
 from qkablate.analysis.claims.claim import Claim
 from qkablate.analysis.claims.judgement import Judgement
-from qkablate.analysis.comparison.decision import RateScope, Verdict
+from qkablate.analysis.comparison.decision import Verdict
 from qkablate.analysis.publication.archive import CHECKSUMS
 from qkablate.disk import make_folder, read_file, replace_file
 from qkablate.report.section import Section, format_n
@@ -36,9 +36,11 @@ _COST = f"cost of the variant (+: worse), {100 * LEVEL:g} % interval"
 _LEGEND = (
     "Margin: the smallest difference that the claim counts. Attention: what standard gains by it in"
     " this setting. REFUTED: the interval excludes the claim. EQUIVALENT: it excludes the claim and"
-    " lies within ± the margin. UNDERPOWERED: undecided. Answers hold at the learning rates used,"
-    " and most of them barring rare failed runs; each section has its conditions. Parts"
-    " whose verdict differs from the claim's are marked with it."
+    " lies within ± the margin. UNDERPOWERED: undecided. At these rates: a finer search for rates"
+    " may change the answer. Most answers hold barring rare failed runs; each section has its"
+    " conditions. Parts whose verdict differs from the claim's are marked with it. An interval of"
+    " 90 % has the one-sided bounds of 95 % that decide: adjusted for the parts of a claim, not for"
+    " the number of claims, with the test documents held fixed."
 )
 _OTHER_SEEDS = "Other seeds would give other numbers; the intervals say by how much"
 _HOW = """
@@ -99,10 +101,8 @@ def format_answers(claims: list[StudiedClaim], most: int = 1, *, linked: bool = 
             asked = question
         asks = escape_markdown(ask_claim(name, studied.claim.says))
         asks += f" [{name}](#{_anchor(studied)})" if linked else f" `{name}`"
-        # What nearly all share stands beside the table: tuned rates, rare outliers.
-        # Their parts stand in the section.
+        # That rare outliers are excluded stands beside the table, and which parts in the section.
         limits = [text.partition(" (")[0] for text in judged.scope]
-        limits = [text for text in limits if text != RateScope.THESE_RATES]
         limits += ["exploratory"] if judged.exploratory else []
         answer = f"{ANSWER_OF[judged.word]} ({', '.join([_format_word(judged), *limits])})"
         costs = Markdown("<br>".join(map(escape_markdown, format_costs(studied, most))))
@@ -159,6 +159,9 @@ def _format_claim(studied: StudiedClaim, pictures: set[str], histories: set[str]
     lines = [f"## {claim.title} {{ #{_anchor(studied)} }}", ""]
     lines += [f"> {escape_markdown(claim.says)}", "", f"From {escape_markdown(claim.source)}.", ""]
     lines += [f"**{escape_markdown(studied.verdict)}**", ""]
+    if claim.name in histories:
+        text = "What was tried before, and what to doubt"
+        lines += [f"{text}: [{REGISTRATIONS}]({REGISTRATIONS}#{claim.name}).", ""]
     lines += [f"- exploratory: {escape_markdown(reason)}" for reason in judgement.exploratory]
     lines += [f"- on {dataset}: {word}" for dataset, word in judgement.datasets.items()]
     lines += ["", "Tested:", ""]
@@ -177,10 +180,9 @@ def _format_claim(studied: StudiedClaim, pictures: set[str], histories: set[str]
     lines += ["", "### What this does not say", "", _format_limits(section), ""]
     lines += ["### Run it", "", "```bash", studied.command, "```", ""]
     lines += [_format_training(studied), ""]
-    history = f" Earlier registrations: [{REGISTRATIONS}]({REGISTRATIONS}#{claim.name})."
     lines.append(
         f"Registered {registration.when[:19]} with hash `{claim.hash[:12]}` under version"
-        f" {registration.statistics} of the statistics." + history * (claim.name in histories)
+        f" {registration.statistics} of the statistics."
     )
     return re.sub(r"\n{3,}", "\n\n", "\n".join(lines))
 

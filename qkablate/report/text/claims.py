@@ -157,7 +157,7 @@ def _format_details(judged: PartJudgement, alpha: float) -> str:
     sample, spec, text = judged.part.sample, judged.comparison.spec, []
     if sample.bca and sample.sign_flip is not None and sample.sd:
         text += [
-            f"detectable {format_known(sample.detectable(2 * alpha))}",
+            f"detectable {format_known(sample.detectable(2 * alpha))} (one-sided)",
             f"BCa 95 % (seeds alone) {format_interval(judged.unit.natural_interval(*sample.bca))}",
             f"sign flip p {sample.sign_flip:.4f}",
         ]
@@ -173,6 +173,7 @@ def _format_details(judged: PartJudgement, alpha: float) -> str:
             text.append(f"exact match {arm} against {baseline}")
         else:
             text.append(f"accuracy {arm} against {baseline}, chance {chance}")
+    text += [f"{judged.word} unless {' or '.join(judged.unless)}"] * bool(judged.unless)
     counts: dict[str, int] = {}
     for gap in judged.gaps:
         counts |= {gap.arm.name: gap.arm_outliers, gap.baseline.name: gap.baseline_outliers}

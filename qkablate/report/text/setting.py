@@ -4,6 +4,7 @@ from collections.abc import Callable, Iterable
 
 from qkablate.analysis.comparison.gaps import Gap
 from qkablate.analysis.study.study import Entry
+from qkablate.config import TEXT_SOURCES
 from qkablate.config.data import DataConfig, has_masks
 from qkablate.report.section import Section, format_n
 from qkablate.table import format_list
@@ -43,6 +44,7 @@ def format_setting(section: Section) -> str:
         f"{layers} layer{'' if layers == '1' else 's'}",
         f"d_model {each(lambda entry: entry.arm.config.model.d_model)}",
         f"heads {each(lambda entry: entry.arm.config.model.heads)}",
+        f"context {each(lambda entry: entry.arm.config.model.context)}",
     ]
     if is_trained:
         parts += [
@@ -55,7 +57,9 @@ def format_setting(section: Section) -> str:
 
 
 def _format_data(data: DataConfig) -> str:
-    return f"masked tokens of {data.source}" if has_masks(data) else data.source
+    is_text = data.source in TEXT_SOURCES and data.tokenizer is not None
+    source = data.source + (f" in {data.tokenizer}" if is_text else "")
+    return f"masked tokens of {source}" if has_masks(data) else source
 
 
 def _distinct(values: Iterable[object]) -> list[str]:

@@ -271,7 +271,7 @@ def _summarize_claim(section: Section) -> list[str]:
             " are needed."
         ]
     diverged = any(judged.part.open_below or judged.part.open_above for judged in judgement.parts)
-    cause = "some runs diverged" if diverged else "there are too few for this margin"
+    cause = "some runs diverged" if diverged else "their intervals hold more than one answer"
     verdict = _VERDICTS.get(judgement.word, f"The runs are inconclusive: {cause}")
     verdict += f" {_join(judgement.scope)}" if judgement.scope else ""
     verdict += f", unless {' or '.join(judgement.unless)}" if judgement.unless else ""

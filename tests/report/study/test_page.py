@@ -6,9 +6,11 @@ from pathlib import Path
 
 import pytest
 
+from qkablate.analysis.stats import Sample
 from qkablate.report.study.costs import LEVEL
 from qkablate.report.study.page import PAGE, SNIPPET, find_histories, make_page
 from qkablate.report.study.pictures import draw_pictures, read_hash
+from qkablate.report.text.claims import format_judgement
 from tests.cli.helpers import assert_refused
 
 ROOT = Path(__file__).parents[3]
@@ -40,8 +42,9 @@ def test_pictures_in_the_docs_are_those_of_the_published_runs(pictures):
 def test_answers_are_those_of_the_verdicts():
     rows = (STUDY / SNIPPET).read_text(encoding="utf-8").splitlines()
     for name, answer in (
-        ("directed", "yes (SUPPORTED)"),
-        ("one_projection_as_published", "no (REFUTED in 1 part of 5)"),
+        ("directed", "yes (SUPPORTED, at these rates)"),
+        ("encoder_decoder", "no (REFUTED in 1 part of 2, on these documents)"),
+        ("one_projection_as_published", "no (REFUTED in 1 part of 5, at these rates)"),
         ("w_q_necessary", "no (EQUIVALENT, before the model beats an n-gram)"),
         ("qq_in_encoder", "undecided (UNDERPOWERED)"),
     ):
@@ -62,8 +65,12 @@ def test_figures_of_the_readme_are_those_of_the_claims(studied):
     }
     for part in ("without_w_q", "without_w_k"):
         assert "{:+.3f} [{:+.3f}, {:+.3f}]".format(*found["w_q_necessary", part]) in readme
-    for part in (("merged_performance", "loss"), ("low_rank", "full_is_worse")):
-        mean, low, high = found[part]
+    (blocks,) = (one for one in studied if one.claim.name == "block_matters")
+    gap = blocks.deciding[0].gaps[1]  # what is subtracted: one W with four heads, in GPT-2's block
+    assert (gap.arm.arm.variant, gap.arm.arm.config.model.mlp) == ("merged_w", "gelu")
+    found["four_heads"] = (gap.sample.mean, *gap.sample.interval(LEVEL))
+    better = [("merged_performance", "loss"), ("low_rank", "full_is_worse"), "four_heads"]
+    for mean, low, high in map(found.get, better):
         assert f"is {-mean:.3f} [{-high:.3f}, {-low:.3f}] better" in readme
     one_matrix = [("one_matrix", part) for part in ("queries_and_keys", "and_values")]
     four_or_one = [("four_or_one", part) for part in ("one", "four")]
@@ -180,3 +187,27 @@ def test_files_of_others_are_not_touched(study, qkablate, tmp_path):
     assert_refused(qkablate("report", "--study", "docs"), "'docs' is not the folder of a study")
     assert [path.name for path in other.iterdir()] == [PAGE]
     assert (other / PAGE).read_text() == "mine"
+
+
+def test_error_over_documents_that_changes_a_verdict_limits_it(studied):
+    """With it, p of the refuted part exceeds its share of 0.05 for two parts."""
+    (judged,) = (one.judgement for one in studied if one.claim.name == "encoder_decoder")
+    first, second = judged.parts
+    assert (first.word, second.word) == ("UNDERPOWERED", "REFUTED")
+    assert not first.is_warned("documents")
+    assert second.is_warned("documents")
+    (message,) = (check.message for check in second.checks if check.name == "documents")
+    assert message.endswith("; with it the verdict would be UNDERPOWERED")
+    (error,) = (gap.document_error.se for gap in second.gaps)
+    sample = second.part.sample
+    wider = Sample(sample.values, sample.extra_variance + error**2)
+    assert sample.p_below(second.part.margin) < 0.025 < wider.p_below(second.part.margin)
+    assert judged.headline == "REFUTED on these documents"
+
+
+def test_parts_of_a_refuted_claim_keep_their_conditions(studied):
+    name = "one_projection_as_published"
+    (one,) = (one for one in studied if one.claim.name == name)
+    assert one.judgement.unless == []  # one part is refuted whatever fails
+    text = "\n".join(format_judgement(one.judgement))
+    assert re.search(r"alike [^\n]*SUPPORTED unless\s+one\s+run in 45 of tied_qkv", text)

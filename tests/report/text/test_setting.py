@@ -27,8 +27,8 @@ def test_setting_names_data_size_length_rates_seeds_and_date(cached_world, loss_
     for run, day in zip(world.runs(), ("03", "05"), strict=False):
         world.write(run, {"ended": f"2026-11-{day}T01:02:03+0000"})
     assert format_setting(section_of(world)) == (
-        "text · 1 layer · d_model 16, 32 · heads 2 · 12 steps · lr 0.001 · n = 3"
-        " · 2026-11-03 to 2026-11-05"
+        "text in bytes · 1 layer · d_model 16, 32 · heads 2 · context 16 · 12 steps · lr 0.001"
+        " · n = 3 · 2026-11-03 to 2026-11-05"
     )
 
 

@@ -263,7 +263,10 @@ def test_incomplete_runs_without_baseline_are_reported(summary_lines):
     [
         (0.0, "SUPPORTED", "The runs support it."),
         (0.05, "REFUTED", "The runs refute it."),
-        (0.01, "UNDERPOWERED", "The runs are inconclusive: there are too few for this margin."),
+        (
+            *(0.01, "UNDERPOWERED"),
+            "The runs are inconclusive: their intervals hold more than one answer.",
+        ),
     ],
 )
 def test_verdict_is_stated_in_words(claimed, gap, word, sentence):
