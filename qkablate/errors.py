@@ -20,9 +20,24 @@ class ImpossibleConfig(UserError):
     """Values that are valid one by one, but not together."""
 
 
+_typed_folders: dict[str, str] = {}
+
+
+def show_folder_as(folder: str, typed: str) -> None:
+    """Let messages and commands name a folder as the user typed it."""
+    _typed_folders[folder] = typed
+
+
+def show_typed_folders(text: str) -> str:
+    """Return the text with the folders as the user typed them, as archives that were unpacked."""
+    for folder, typed in _typed_folders.items():
+        text = text.replace(folder, typed)
+    return text
+
+
 def print_stderr(text: str) -> None:
     """Print a line on stderr, without secrets and control characters."""
-    print(sanitize(redact(text)), file=sys.stderr)
+    print(sanitize(redact(show_typed_folders(text))), file=sys.stderr)
 
 
 def reject_secrets(values: Mapping[str, Any]) -> None:

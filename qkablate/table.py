@@ -11,6 +11,7 @@ import textwrap
 from collections.abc import Collection, Sequence
 from typing import Any, TextIO
 
+from qkablate.errors import show_typed_folders
 from qkablate.screen import PLAIN, Screen, cell_style, find_screen
 
 
@@ -27,7 +28,7 @@ def print_table(
 
 def print_text(text: str, indent: str = "  ") -> None:
     """Print a line, wrapped to the terminal."""
-    print("\n".join(find_screen(sys.stdout).wrap(text, indent)))
+    print("\n".join(find_screen(sys.stdout).wrap(show_typed_folders(text), indent)))
 
 
 def print_heading(text: str) -> None:
@@ -193,7 +194,8 @@ def print_next_commands(*commands: list[str]) -> None:
     print()
     print_heading("Next")
     for words in commands:
-        print(_continue_lines(["qkablate", *words], find_screen(sys.stdout).width))
+        typed = map(show_typed_folders, words)
+        print(_continue_lines(["qkablate", *typed], find_screen(sys.stdout).width))
 
 
 def _continue_lines(words: list[str], width: int | None) -> str:

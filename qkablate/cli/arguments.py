@@ -3,11 +3,12 @@
 import argparse
 import math
 import os
+import re
 from collections.abc import Callable, Collection, Iterable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
-from qkablate.errors import UserError, nearest_hint, not_one_of, sanitize
+from qkablate.errors import UserError, nearest_hint, not_one_of, sanitize, show_folder_as
 
 if TYPE_CHECKING:
     from qkablate.config import Config
@@ -105,12 +106,17 @@ def key_hint(flag: str, words: Iterable[str] = ()) -> str:
     """Return how to write a flag that is a key, as in --variant, or the -m of `train`; or ''."""
     from qkablate.config import KEYS
 
-    name = flag.lstrip("-")
+    name = flag.lstrip("-").replace("-", "_")
     if flag in ("-m", "--multirun"):
         return "only `qkablate train` takes it; `qkablate sweep` is a grid already"
+    if name == "resume":
+        return "the same command resumes by itself"
     known = {key.partition(".")[0] for key in KEYS} | {*KEYS, "sweep", "control"}
     known |= {word.removesuffix("=") for word in words if word.endswith("=")}
-    return f"a key is written without dashes: {name}=VALUE" if name in known else ""
+    ends = [key for key in KEYS if re.fullmatch(rf"(train|optim|model)\.{re.escape(name)}", key)]
+    if name not in known and len(ends) == 1:
+        name = ends[0]
+    return f"a key is written without dashes: {name}=VALUE" if name in {*known, *ends} else ""
 
 
 def choose_action(words: list[str], actions: Collection[str]) -> tuple[str, list[str]]:
@@ -199,7 +205,9 @@ def take_out(words: Iterable[str], *, unpack: bool = True) -> tuple[list[str], s
     if os.path.expanduser(out).startswith("~"):
         raise UserError(f"out: '{out}' names a user without a home directory")
     try:
-        os.stat(os.path.expanduser(out))
+        os.stat(path := os.path.expanduser(out))
+        if not os.path.isdir(path) and not path.endswith(".json.gz"):
+            raise UserError(f"out: '{sanitize(out[:60])}' is a file")
     except FileNotFoundError:
         pass  # it is made when something is written
     except (OSError, ValueError) as error:
@@ -208,6 +216,12 @@ def take_out(words: Iterable[str], *, unpack: bool = True) -> tuple[list[str], s
     return [word for word in words if not word.startswith("out=")], (
         unpacked(out) if unpack else out
     )
+
+
+def refuse_missing(out: str) -> None:
+    """Raise UserError if a folder does not exist that the user has named."""
+    if out != "outputs" and not os.path.isdir(os.path.expanduser(out)):
+        raise UserError(f"out: '{sanitize(out)}' does not exist")
 
 
 def unpacked(folder: str) -> str:
@@ -221,7 +235,9 @@ def unpacked(folder: str) -> str:
         return folder
     from qkablate.analysis.publication.unpack import unpack_archives
 
-    return str(unpack_archives(paths))
+    found = str(unpack_archives(paths))
+    show_folder_as(found, folder)
+    return found
 
 
 def claim_name(word: str) -> str:

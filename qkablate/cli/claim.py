@@ -134,7 +134,14 @@ class _ClaimRequest:
                 raise UserError(f"'{word}' is not key=value, as in scale=gpu or data=wikitext2")
             pairs[key] = value
         typed_scale = pairs.pop("scale", None)
+        if typed_scale == "":
+            raise UserError("scale: a value is missing")
         scale = typed_scale or "small"
+        if fixed := pairs.keys() & {"seeds", "seed", "tuning_seeds", "margin", "parts"}:
+            raise UserError(
+                f"{min(fixed)}: is fixed by the claim; --more N adds seeds (exploratory), and"
+                " a file of your own is another claim"
+            )
         run_keys = {k: v for k, v in pairs.items() if has_role(k, NON_CLAIM_KEYS)}
         for key, value in run_keys.items():
             check_digits(key, value)

@@ -21,7 +21,8 @@ from qkablate.table import (
 Cost = list[dict[str, Any]]  # the rows of a model, one per site
 
 SIZES = config_names("model")
-_VOCABULARIES = {"gpt-j": 50400, "gpt2": 50257, "300m": 50304}  # of models that do not read bytes
+# Of models that do not read bytes.
+_VOCABULARIES = {"gpt-j": 50400, "gpt2": 50257, "300m": 50304, "llama_125m": 32000}
 _DEFAULT_VOCABULARY = 256  # of data.tokenizer=bytes
 
 HELP = """qkablate cost: parameters, FLOPs and memory of variants at a size.
@@ -70,8 +71,8 @@ PARSER = Parser(HELP)
 PARSER.option(
     "--at",
     "SIZE",
-    f"{', '.join(SIZES)}: the shape of conf/model/SIZE, and its vocabulary. The model is this"
-    " program's GPT in that shape: tied embedding, model.position as given",
+    f"{', '.join(SIZES)}: the model of conf/model/SIZE, with the published vocabulary of"
+    f" {', '.join(_VOCABULARIES)}, and otherwise that of bytes",
     one_of(SIZES),
 )
 PARSER.option(

@@ -14,12 +14,13 @@ from qkablate.cli.arguments import (
     convert_value,
     one_of,
     out_words,
+    refuse_missing,
     split_runs,
     take_out,
     whole_number,
 )
 from qkablate.cli.names import known_names
-from qkablate.config import KEYS, Role, flatten, keys_with
+from qkablate.config import KEYS, Role, conf_dir, flatten, keys_with
 from qkablate.errors import UserError, nearest_hint, sanitize
 from qkablate.report.text.table import format_known
 from qkablate.runs.lease import LeaseObserver
@@ -56,15 +57,15 @@ Usage: qkablate ls [WORD …] [--sort KEY] [--limit N | --all] [--json]
                    [out=FOLDER]
 
 A run or sweep is listed if every WORD fits it. A WORD is a part of a name, a
-pattern such as 'standard*s0*', or key=value of the config: the keys of
-`qkablate train`, and status. Values are separated by commas. A sweep fits if
-one of its arms does.
+pattern such as 'standard*s0*', or key=value: a key of the resolved config as
+in model.d_model=64, or variant, data, lr, steps, seed, status. Values are
+separated by commas. A sweep fits if one of its arms does.
 
 Examples
   qkablate ls                                   everything in outputs/
   qkablate ls merged_w                          what has merged_w in its name
   qkablate ls variant=merged_w status=done      runs of merged_w that are done
-  qkablate ls data=stdlib,induction lr=1e-3     of two data sets, at one
+  qkablate ls data=stdlib,wikitext2 lr=1e-3     of two data sets, at one
                                                 learning rate
   qkablate ls model.d_model=128 --sort loss     the lowest test loss first
 
@@ -92,6 +93,7 @@ def main(argv: list[str]) -> int:
     if args.all and args.limit:
         raise UserError("--all and --limit: give one of the two")
     words, out = take_out(args.words)
+    refuse_missing(out)
     names, pairs = split_runs(words)
     wanted = dict(map(parse_filter, pairs))
     limit = args.limit or (None if args.all or args.json else _LIMIT)
@@ -148,7 +150,21 @@ def parse_filter(pair: str) -> tuple[str, list[Any]]:
     values = text.split(",")
     if full == "status":
         return full, [convert_value(key, value, one_of(STATUSES)) for value in values]
+    if key == "data":
+        return full, [_find_data(value) for value in values]
     return full, [_parse_value(value) for value in values]
+
+
+def _find_data(name: str) -> str | dict[str, Any]:
+    """Return a source of data, or the settings of a named set that is more than a source."""
+    file = conf_dir() / "data" / f"{name}.yaml"
+    if not file.is_file():
+        return name
+    settings = yaml.safe_load(file.read_text(encoding="utf-8"))
+    if settings["source"] == name:
+        return name
+    sizes = ("max_tokens", "val_tokens", "test_tokens", "cache")
+    return {f"data.{key}": value for key, value in settings.items() if key not in sizes}
 
 
 def _parse_value(text: str) -> Any:
@@ -169,7 +185,12 @@ def _name_filter(word: str) -> Callable[[str], bool]:
 
 
 def _fits(values: Mapping[str, Any], wanted: Mapping[str, list[Any]]) -> bool:
-    return all(values.get(key) in allowed for key, allowed in wanted.items())
+    def fits(key: str, value: Any) -> bool:
+        if isinstance(value, dict):
+            return all(values.get(name) == own for name, own in value.items())
+        return bool(values.get(key) == value)
+
+    return all(any(fits(key, value) for value in allowed) for key, allowed in wanted.items())
 
 
 def _sort_key(run: RunListing, sort: str) -> tuple[Any, ...]:
@@ -290,8 +311,8 @@ def _next_commands(
     )
     if pair := _find_pair(done):
         commands.append(["compare", *(short[run.name] for run in pair)])
-    elif done or imported:
-        commands.append(["inspect", short[[*done, *imported][0].name]])
+    elif kept := [run for run in [*done, *imported] if (run.folder / "checkpoints").is_dir()]:
+        commands.append(["inspect", short[kept[0].name]])
     if not commands and runs:
         commands.append(["report", short[runs[0].name]])
     return [[*words, *out_words(out)] for words in commands]

@@ -1,5 +1,6 @@
 """Names of runs, sweeps and claims: list them, and find what a word means."""
 
+import glob
 import os
 import re
 import shlex
@@ -48,6 +49,10 @@ def find_by_name(word: str, out: str, kinds: Collection[str]) -> tuple[str, Path
                 matches.append((kind, match))
         except UserError as error:
             ambiguous.append(str(error))
+    if not matches and not ambiguous and "sweep" in kinds and "claim" not in kinds:
+        sweeps = [f for f in root.glob(f"sweeps/claim-{glob.escape(word)}-*") if f.is_dir()]
+        if sweeps:  # of the claim of this name
+            return "sweep", max(sweeps, key=lambda folder: folder.stat().st_mtime)
     if len(matches) == 1 and not ambiguous:
         return matches[0]
     if matches or ambiguous:

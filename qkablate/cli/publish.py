@@ -35,8 +35,9 @@ Examples
 Flags
 {flags}
 
-Exit codes: 0 published · 2 a claim was not published, as a run has other figures
-than the published one or none has ended, or a mistake in the command
+Exit codes: 0 published · 2 a claim was not published: none of its runs has
+ended, or one has other figures than the published one; or a mistake in the
+command
 """
 PARSER = Parser(HELP, ("claim",), ("out=",))
 PARSER.option("-o", "FOLDER", f"where the archives are; the default is {FOLDER}")

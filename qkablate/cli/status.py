@@ -57,7 +57,7 @@ def main(argv: list[str]) -> int:
     args = PARSER.parse(argv)
     modes = [f"--{name}" for name in ("csv", "json", "watch") if getattr(args, name)]
     if len(modes) > 1:
-        raise UserError(f"{' and '.join(modes)}: give only one of them")
+        raise UserError(f"{' and '.join(modes)}: give one of them")
     if args.watch and sys.stderr.isatty():
         _wait_until_active(args.words)
     folder, out = find_sweep_and_out(args.words)

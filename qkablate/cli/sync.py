@@ -4,7 +4,7 @@ from collections.abc import Iterable
 from contextlib import suppress
 from pathlib import Path
 
-from qkablate.cli.arguments import Parser, take_out
+from qkablate.cli.arguments import Parser, refuse_missing, take_out
 from qkablate.cli.names import find_by_name, known_names
 from qkablate.errors import UserError, print_stderr, sanitize
 from qkablate.runs.lease_wait import observe_leases
@@ -54,6 +54,7 @@ def main(argv: list[str]) -> int:
     """Upload offline logs, or list them."""
     args = PARSER.parse(argv)
     words, out = take_out(args.words)
+    refuse_missing(out)
     folders = _find_folders(words, out)
     if not args.dry_run and not mode.has_key():
         raise UserError("sync needs a key: `wandb login`, or WANDB_API_KEY; --dry-run needs none")

@@ -17,7 +17,7 @@ from qkablate.runs.lease import AlreadyRunning, LeaseLost
 from qkablate.runs.listing import shorten_names
 from qkablate.runs.prefix import LENGTH_KEYS
 from qkablate.runs.run import EXIT_CODES
-from qkablate.runs.text_references import find_text_references
+from qkablate.runs.text_references import THIS_RUN, find_text_references
 from qkablate.table import format_part, print_next_commands, print_table
 from qkablate.tracking.wandb.run import OFFLINE
 from qkablate.training.distributed.ranks import Ranks
@@ -211,7 +211,7 @@ def _print_result(result: dict[str, Any], trained: bool, folder: Path) -> None:
             print(f"  accuracy  {join(accuracy, '.1%')}{chance}")
         if (exact := result["exact"])["val"] is not None:
             print(f"  exact     {join(exact, '.1%')}   of the sequences")
-        for references in find_text_references([("this run", result)]):
+        for references in find_text_references([(THIS_RUN, result)]):
             print(f"  compare   {references}")
     elif result["status"] == "diverged":
         print(f"  the loss became non-finite at step {result['diverged_at']}")

@@ -50,6 +50,14 @@ def check_word(word: str) -> None:
     check_digits(key, value)
 
 
+def _describe_bare_word(word: str) -> str:
+    """Return what is wrong with a word that is not key=value."""
+    for group in ("sweep", "variant", "data", "model", "optim"):
+        if word in config_names(group):
+            return f"'{word}' is not key=value; write {group}={word}"
+    return f"'{word}' is not key=value, as in variant=merged_w"
+
+
 def parse_values(word: str, limit: int = MAX_VALUES) -> tuple[str, list[str]]:
     """Return the key of a word, and the values it is given: `seed=range(3)` has three."""
     from hydra.core.global_hydra import GlobalHydra
@@ -58,7 +66,7 @@ def parse_values(word: str, limit: int = MAX_VALUES) -> tuple[str, list[str]]:
 
     key, equals, _ = word.partition("=")
     if not equals or not key.lstrip("+") or word.startswith("-"):
-        raise UserError(f"'{word}' is not key=value, as in variant=merged_w")
+        raise UserError(_describe_bare_word(word))
     check_word(word)
     parser = OverridesParser.create(GlobalHydra.instance().config_loader())
     try:
@@ -128,7 +136,7 @@ def format_error(error: Exception, known: Collection[str] = ()) -> str:
         return f"{group}: {not_one_of(name, options, '')} (`{command}` lists those of qkablate)"
     if isinstance(error, OverrideParseException):
         if "=" not in error.override:
-            return f"'{error.override}' is not key=value, as in variant=merged_w"
+            return _describe_bare_word(error.override)
         key, _, value = error.override.partition("=")
         name, parenthesis, _ = value.partition("(")
         if parenthesis and (nearest := find_nearest(name, _FUNCTIONS)):
@@ -136,6 +144,9 @@ def format_error(error: Exception, known: Collection[str] = ()) -> str:
             example = f"'{key}={_FUNCTIONS[nearest]}'"
             return f"{key}: '{value}'{hint} cannot be read; write it as in {example}"
         hint = "quote a value with special characters"
+        if key == "sweep.filter":
+            value = f'''["{value.strip('"')}"]'''
+            return f"{key}: a list of predicates is written as in '{key}={value}'"
         return f"""'{error.override}' cannot be read; {hint}: '{key}="{value.strip('"')}"'"""
     file, word = find_config_file(error)
     chosen = f"{word}: " if word else ""

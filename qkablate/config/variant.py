@@ -232,5 +232,6 @@ def config_names(group: str) -> list[str]:
 
 
 def list_divisors(number: int) -> str:
-    """List the divisors of a number up to 64."""
-    return ", ".join(str(n) for n in range(1, min(number, 64) + 1) if number % n == 0)
+    """List the divisors of a number: those up to 64, and itself."""
+    divisors = [str(n) for n in range(1, min(number, 64) + 1) if number % n == 0]
+    return ", ".join([*divisors, *(["…", str(number)] if number > 64 else [])])

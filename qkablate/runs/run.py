@@ -274,7 +274,7 @@ def no_match(kind: str, word: str | None, out: Path, known: Collection[str]) -> 
         lists = f"; `qkablate ls{where}` lists them"
         return NoMatch(text + (nearest_hint(word or "", known) or lists))
     start = f"; start one: {_START[kind]}" if kind in _START else ""
-    return NoMatch(f"{text} (it has none){start}")
+    return NoMatch(f"{text}{' (it has none)' if out.exists() else ', which does not exist'}{start}")
 
 
 def match_name(word: str, folders: list[Path], plural: str) -> Path | None:

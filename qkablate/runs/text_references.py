@@ -13,6 +13,7 @@ from qkablate.runs.records import is_number
 from qkablate.table import format_list
 
 KEY = "text_references"  # in result.json
+THIS_RUN = "this run"  # the name of a run that is shown alone
 
 
 @dataclass(frozen=True)
@@ -43,6 +44,8 @@ class TextReferences:
             name if count == self.runs[name] == 1 else f"{name} ({count}/{self.runs[name]})"
             for name, count in self.behind.items()
         ]
+        if names == [THIS_RUN]:
+            return f"{text}; this run does not beat the best n-gram"
         return f"{text}; runs that do not beat the best n-gram: {format_list(names, 6)}"
 
 

@@ -275,7 +275,7 @@ MISTAKES = [
     (["no_q", ""], "give a run: its folder"),
     (
         ["no_q", "no_q", "out=nowhere"],
-        "there is no run 'no_q' in 'nowhere' (it has none); start one: ",
+        "there is no run 'no_q' in 'nowhere', which does not exist; start one: ",
     ),
     (["no_q", "outputs"], "'outputs' is not a run: it has no config.yaml"),
     (["no_q", "--jso"], "(nearest: --json)"),

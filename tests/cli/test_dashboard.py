@@ -305,7 +305,7 @@ def test_without_the_library_the_extra_is_named(qkablate, sweep, monkeypatch):
 
 MISTAKES = [
     (["smal-0"], "there is no sweep 'smal-0' in 'outputs' (nearest: small"),
-    (["out=nowhere"], "there is no sweep in 'nowhere' (it has none); start one: qkablate"),
+    (["out=nowhere"], "there is no sweep in 'nowhere', which does not exist; start one: qkablate"),
     (["one", "two"], "'two': one sweep at a time, and 'one' was given"),
     (["--spek"], "(nearest: --spec)"),
     (["--project"], "--project: a value is missing"),

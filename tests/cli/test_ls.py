@@ -4,10 +4,12 @@ import json
 import os
 import re
 import shutil
+from pathlib import Path
 
 import pytest
+import yaml
 
-from tests.cli.helpers import complete, proposed_commands, run_in
+from tests.cli.helpers import assert_refused, complete, proposed_commands, run_in
 
 SIZE = [
     *("model.layers=1", "model.d_model=16", "model.heads=2", "model.context=16"),
@@ -35,6 +37,26 @@ def listed(qkablate, *words):
     assert (done.code, done.err) == (0, "")
     content = json.loads(done.out)
     return [[row["name"] for row in content[kind]] for kind in ("runs", "sweeps")]
+
+
+def test_named_data_is_found_by_all_its_settings(qkablate, outputs):
+    """The config has the source and the settings of a named set, and not its name."""
+    run = next((outputs / "runs").iterdir())
+    config = yaml.safe_load((run / "config.yaml").read_text())
+    config["data"] |= {"source": "induction", "vocab_size": 32, "segment": 8, "tokenizer": None}
+    (run / "config.yaml").write_text(yaml.safe_dump(config))
+    assert listed(qkablate, "data=induction_short")[0] == [run.name]
+    assert listed(qkablate, "data=induction")[0] == [run.name]  # the source
+    config["data"]["segment"] = 4
+    (run / "config.yaml").write_text(yaml.safe_dump(config))
+    assert listed(qkablate, "data=induction_short")[0] == []
+
+
+def test_folder_that_does_not_exist_is_a_mistake(qkablate):
+    assert_refused(qkablate("ls", "out=nowhere"), "out: 'nowhere' does not exist")
+    Path("file").touch()
+    assert_refused(qkablate("ls", "out=file"), "out: 'file' is a file")
+    assert qkablate("ls").code == 0  # there are no runs yet
 
 
 def test_newest_first_with_data_rate_and_losses(qkablate, outputs):

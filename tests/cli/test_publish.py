@@ -12,7 +12,7 @@ from qkablate.analysis.publication.publish import collect
 from qkablate.runs.document_losses import DocumentLossesHeader, write_document_losses
 from qkablate.sweeps.running.state import link_run
 from tests.cli.conftest import LENGTH
-from tests.cli.helpers import SIZES, assert_refused
+from tests.cli.helpers import SIZES, assert_refused, proposed_commands
 
 ALONE = re.compile(r"(?m)^(?:runs  |  qkablate ).*\n|out=\S+")  # lines with the folder
 
@@ -73,6 +73,13 @@ def test_archives_are_read_as_the_runs_are(qkablate, published, outputs):
     for word in ("shared", str(archive)):
         assert qkablate("results", word).out.startswith(qkablate("results", "claim-mine").out[:200])
     assert "Next\n  qkablate results shared --" in qkablate("results", "shared").out
+    by_claim = qkablate("results", "mine", "out=shared")
+    assert by_claim.out.startswith(qkablate("results", "claim-mine").out[:200])
+    shown = qkablate("claim", "show", "mine", "out=shared")
+    assert "\nruns  shared/sweeps/claim-mine-" in shown.out
+    assert all("out=shared" in words for words in proposed_commands(shown))  # as it was typed
+    run = json.loads(qkablate("ls", "out=shared", "--json").out)["runs"][0]["name"]
+    assert_refused(qkablate("inspect", run, "out=shared"), "is a published run, without weights")
     assert qkablate("report", "shared", "-o", "page.html").code == 0
     assert "claim mine (small)" in Path("page.html").read_text(encoding="utf-8")
     assert qkablate("report", "shared").out.startswith("report.html  ")

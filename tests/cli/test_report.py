@@ -609,10 +609,10 @@ MISTAKES = [
     (["\x1b[31mred"], "there is no sweep, claim or run '�[31mred'"),
     (["small", "nothing-here"], "there is no sweep, claim or run 'nothing-here'"),
     (["no_q"], "'no_q' matches 8 runs"),
-    (["out=nowhere"], "there is no sweep in 'nowhere' (it has none); start one: qkablate"),
+    (["out=nowhere"], "there is no sweep in 'nowhere', which does not exist; start one: qkablate"),
     (
         ["small", "out=nowhere"],
-        "there is no sweep, claim or run 'small' in 'nowhere' (it has none)",
+        "there is no sweep, claim or run 'small' in 'nowhere', which does not exist",
     ),
     (
         ["--margin", "some"],

@@ -352,7 +352,7 @@ def test_json_is_a_flag_too(qkablate, sweep):
 MISTAKES = [
     (["smal-0"], "there is no sweep or run 'smal-0' in 'outputs' (nearest: small"),
     (["smalll"], "(nearest: small)"),
-    (["out=nowhere"], "there is no sweep in 'nowhere' (it has none); start one: qkablate"),
+    (["out=nowhere"], "there is no sweep in 'nowhere', which does not exist; start one: qkablate"),
     (["one", "two"], "no sweep or run 'one' in 'outputs'; `qkablate ls` lists them"),
     (["outputs/sweep/"], "there is no folder 'outputs/sweep/' (nearest: outputs/sweeps)"),
     (["nowhere/small"], "there is no folder 'nowhere/small'"),

@@ -316,7 +316,7 @@ MISTAKES = [
     (["a", "--beam", "2"], "--beam: only a translation has one; give source=TEXT"),
     (["a", "prompt="], "prompt: is empty; leave it out for the default"),
     (["a", "prompt=\udcff"], "prompt: it is not UTF-8 text"),
-    (["a"], "there is no run 'a' in 'outputs' (it has none); start one: "),
+    (["a"], "there is no run 'a' in 'outputs', which does not exist; start one: "),
     (["./a=b/c"], "there is no folder './a=b/c'"),
     (["home"], "'home' is not a run: it has no config.yaml"),
 ]

@@ -103,11 +103,11 @@ def test_default_is_the_newest_sweep(qkablate, outputs, sweep, tiny):
 
 MISTAKES = [
     (["smal-0"], "there is no sweep 'smal-0' in 'outputs' (nearest: small"),
-    (["nope", "out=nowhere"], "there is no sweep 'nope' in 'nowhere' (it has none); start one: "),
-    (["out=nowhere"], "there is no sweep in 'nowhere' (it has none); start one: qkablate"),
+    (["nope", "out=nowhere"], "there is no sweep 'nope' in 'nowhere', which does not exist; start"),
+    (["out=nowhere"], "there is no sweep in 'nowhere', which does not exist; start one: qkablate"),
     (["one", "two"], "'two': one sweep at a time, and 'one' was given"),
-    (["--json", "--csv"], "--csv and --json: give only one of them"),
-    (["--json", "--watch"], "--json and --watch: give only one of them"),
+    (["--json", "--csv"], "--csv and --json: give one of them"),
+    (["--json", "--watch"], "--json and --watch: give one of them"),
     (["--jsn"], "(nearest: --json)"),
     (["~nobody-of-this-name"], "there is no sweep '~nobody-of-this-name'"),
     (["a" * 300], f"there is no sweep '{'a' * 300}'"),

@@ -83,7 +83,8 @@ BARE = [
     (["workers=2"], "the grid is empty"),
     (["--nope"], "'--nope' is not one of "),
     (["--dryrun"], "(nearest: --dry-run)"),
-    (["--resume"], "'--resume' is not one of --config-dir, --dry-run, --help, --json, --retry, "),
+    (["--resume"], "'--resume' is not a flag; the same command resumes by itself"),
+    (["--again"], "'--again' is not one of --config-dir, --dry-run, --help, --json, --retry, "),
     (["--dry-run=1"], "--dry-run takes no value"),
     (["-m", "variant=standard,no_q"], "`qkablate sweep` is a grid already"),
     (

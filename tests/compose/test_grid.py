@@ -383,7 +383,7 @@ MISTAKES = [
     (["~model=nano"], "'~model=nano': write key=value"),
     (["~sweep=quick"], "'~sweep=quick': write key=value"),
     (["model@here=nano"], "'model@here=nano': write key=value"),
-    (["quick"], "'quick' is not key=value, as in variant=merged_w"),
+    (["quick"], "'quick' is not key=value; write sweep=quick"),
     (["=3"], "'=3' is not key=value"),
     (["seed=[1"], "'seed=[1' cannot be read"),
     (["--variant=no_q"], "a key is written without dashes: variant=VALUE"),

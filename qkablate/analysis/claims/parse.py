@@ -335,7 +335,5 @@ def _map(where: str, value: Any, known: Collection[str] = ()) -> dict[str, Any]:
         raise UserError(f"{where}: must be a map of keys to values".removeprefix(": "))
     for key in value:
         if known and key not in known:
-            raise UserError(
-                f"{where}: {not_one_of(key, known, 'docs/claims.md')}".removeprefix(": ")
-            )
+            raise UserError(f"{where}: {not_one_of(key, known, '')}".removeprefix(": "))
     return value

@@ -72,7 +72,7 @@ def _sort_flags(argv: list[str]) -> list[str]:
     while words:
         flag, equals, value = words.pop(0).partition("=")
         if not flag:
-            raise UserError(f"'={value}' is not key=value, as in variant=merged_w")
+            raise UserError(f"'={value}' is not key=value, as in variant=merged_w, without spaces")
         check_word(f"{flag}{equals}{value}")
         if flag.startswith("~") and not flag.startswith("~hydra"):
             raise UserError(f"'{flag}': keys cannot be removed; write key=value")

@@ -202,6 +202,11 @@ def _newest_checkpoint(
 ) -> tuple[Path, checkpoint.Checkpoint]:
     """Load the newest intact checkpoint, or the one with these weights or at this step."""
     paths = checkpoint.find_checkpoints(folder / "checkpoints")
+    if not paths and (archive := (read_json(folder / "result.json") or {}).get("published")):
+        raise UserError(
+            f"{folder.name} is a published run, without weights; `qkablate reproduce"
+            f" {str(archive).partition('-')[0]} --check` trains some of its claim again"
+        )
     if not paths:
         raise UserError(f"'{folder}' has no checkpoint yet")
     if step is not None:
