@@ -217,6 +217,11 @@ def _print_result(result: dict[str, Any], trained: bool, folder: Path) -> None:
         print(f"  the loss became non-finite at step {result['diverged_at']}")
     else:
         print(f"  {result['error']} (traceback in {folder / 'error.txt'})")
+        if result.get("out_of_memory"):
+            print(
+                "  out of memory: lower train.batch_size (train.grad_accum keeps the tokens of a"
+                " step), or set train.checkpoint_activations=true"
+            )
     speed = result["tokens_per_second"]
     pace = f", {speed:,.0f} tokens/s in training steps" if speed else ""
     print(f"  time      {result['seconds']:.1f} s for {result['tokens']:,} tokens{pace}")

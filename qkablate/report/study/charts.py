@@ -139,7 +139,8 @@ class _Cost(NamedTuple):
         """Everything but the heads in which the runs of two claims may differ."""
         config = self.standard.arm.config
         model = config.model
-        words = [config.data.source, format_count(model.layers, "layer")]
+        words = [f"{config.data.source} in {config.data.tokenizer}"]
+        words += [format_count(model.layers, "layer")]
         words += [f"d_model {model.d_model}", f"{config.train.steps:,} steps"]
         words += [f"{model.norm_kind} norm"] if model.norm_kind != "layer" else []
         words += [model.mlp] if model.mlp != "gelu" else []
@@ -153,8 +154,9 @@ class _Cost(NamedTuple):
         spec, sample = self.judged.comparison.spec, self.judged.part.sample
         variant = self.gap.baseline if is_about_standard(spec) else self.gap.arm
         heads = format_count(variant.arm.config.model.heads, "head")
-        params = variant.arm.params / self.standard.arm.params - 1
-        name = f"{format_compared(self.judged)}, {heads}, {params:+.0%} parameters"
+        name = f"{format_compared(self.judged)}, {heads}"
+        if spec.axis == "tokens":
+            name += f", {variant.arm.params / self.standard.arm.params - 1:+.0%} parameters"
         name += f" ({self.studied.claim.name})"
         ends = (sample.mean, *(sample.interval(LEVEL) or (math.nan, math.nan)))
         mean, low, high = [-end for end in ends] if is_about_standard(spec) else ends
@@ -220,7 +222,7 @@ def _is_plain_cost(judged: PartJudgement) -> bool:
     """Return whether a part compares a variant with standard in the loss on text."""
     spec, gap = judged.comparison.spec, judged.gaps[0]
     variants = {side.get("variant") for side in (spec.arm, spec.against)}
-    is_plain = (spec.of, spec.axis, spec.horizon) == ("gap", "tokens", "longest")
+    is_plain = (spec.of, spec.horizon) == ("gap", "longest") and spec.axis in ("tokens", "params")
     is_plain &= "standard" in variants and len(variants) == 2 and len(judged.gaps) == 1
     is_decoder = gap.arm.arm.config.model.form == "decoder"
     is_text = all(run.accuracy is None for run, _ in gap.runs)

@@ -72,6 +72,9 @@ def test_figures_of_the_readme_are_those_of_the_claims(studied):
     better = [("merged_performance", "loss"), ("low_rank", "full_is_worse"), "four_heads"]
     for mean, low, high in map(found.get, better):
         assert f"is {-mean:.3f} [{-high:.3f}, {-low:.3f}] better" in readme
+    for part in ("w_o", "w_v"):  # the claim is about standard
+        mean, low, high = found["break_even", part]
+        assert f"{-mean:+.3f} [{-high:+.3f}, {-low:+.3f}]" in readme
     one_matrix = [("one_matrix", part) for part in ("queries_and_keys", "and_values")]
     four_or_one = [("four_or_one", part) for part in ("one", "four")]
     for part in (("qq_worse", "worse"), *four_or_one, *one_matrix):
