@@ -180,9 +180,13 @@ class _ClaimRequest:
         from qkablate.analysis.claims.registry import claim_grid
 
         grid, words = claim_grid(self.claim, self.claim.seeds[0])
-        with open_hydra(), suppress(ImpossibleConfig):  # this arm is left out
+        with open_hydra():
             choices = read_request([*words, *self.run_words], grid).choices
-            make_config({key: values[0] for key, values in choices.items()})
+            first = {key: values[0] for key, values in choices.items()}
+            for key, values in choices.items():
+                for value in values if key == "variant" else values[:1]:
+                    with suppress(ImpossibleConfig):  # this arm is left out
+                        make_config({**first, key: value})
 
     def command(self, action: str) -> list[str]:
         return ["claim", action, *self.words]

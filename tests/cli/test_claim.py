@@ -367,6 +367,11 @@ def test_refuted_and_underpowered_are_verdicts_too(claim, pretended, write):
     assert claim("show").code == 0
 
 
+def test_show_refuses_what_run_would(claim, write):
+    write(grid={"variant": "standard,no_q,noq"})
+    assert_refused(claim("show"), "variant: 'noq' (nearest: no_q) is not one of")
+
+
 def test_claim_of_ones_own_is_found_by_its_keys(claim, pretended, qkablate):
     """Its file is not needed once it is registered."""
     assert claim("run").code == 0
