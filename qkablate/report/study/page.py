@@ -75,14 +75,15 @@ def write_study(study: Path) -> list[Path]:
     pictures = [*draw_pictures(claims)]
     files = make_page(claims, {picture.name for picture in pictures}, find_histories(study))
     for picture in pictures:
-        files |= picture.render()
+        files |= {} if picture.is_drawn(study) else picture.render()
     make_folder(study)
+    names = {*files}.union(*(picture.files for picture in pictures))
     for path in study.glob("*.svg"):
-        if path.name not in files and read_hash(read_file(path)) is not None:
+        if path.name not in names and read_hash(read_file(path)) is not None:
             path.unlink()
     for name, content in files.items():
         replace_file(study / name, content)
-    return [study / name for name in sorted(files)]
+    return [study / name for name in sorted(names)]
 
 
 def format_answers(claims: list[StudiedClaim], most: int = 1, *, linked: bool = False) -> str:

@@ -1,19 +1,22 @@
 """The pictures of the study, light and dark, each with a checksum of the data that it shows.
 
 The checksum is of the chart before it is drawn: fonts, which differ from machine to machine, change
-the picture and not the checksum.
+the picture and not the checksum. A picture with the same checksum is not drawn again.
 """
 
 import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
 from typing import Any
 
+from qkablate.disk import read_file
 from qkablate.report.charts.base import Chart
 from qkablate.report.charts.curves import gap_curve_chart, loss_chart
 from qkablate.report.charts.forest import claim_chart
 from qkablate.report.palette import darken
-from qkablate.report.render import render_chart
+from qkablate.report.render import combine_panels, render_chart
 from qkablate.report.study.charts import answers_chart, costs_chart
 from qkablate.report.study.claims import StudiedClaim
 from qkablate.report.text.setting import format_setting
@@ -33,19 +36,27 @@ class Picture:
     subject: str
     setting: str
 
-    @property
+    @cached_property
     def hash(self) -> str:
         """A checksum of everything that the picture shows."""
-        shown = [self.chart.title, self.chart.caption]
-        panels = [[panel.title, panel.spec] for panel in self.chart.panels]
-        return hash_json(_round([*shown, panels, self.subject, self.setting]))
+        return hash_json(_round(combine_panels(self.chart, self.subject, self.setting)))
+
+    @property
+    def files(self) -> list[str]:
+        """The names of its files, in both themes."""
+        return [f"{self.name}.svg", f"{self.name}-dark.svg"]
+
+    def is_drawn(self, folder: Path) -> bool:
+        """Return whether its files in a folder show the same already."""
+        paths = [folder / name for name in self.files]
+        return all(path.is_file() and read_hash(read_file(path)) == self.hash for path in paths)
 
     def render(self) -> dict[str, bytes]:
         """Return the picture in both themes, by the names of their files."""
         light = _renumber(render_chart(self.chart, self.subject, "svg", self.setting).decode())
         mark = _MARK.format(self.hash)
-        themes = {".svg": light, "-dark.svg": darken(light)}
-        return {self.name + end: f"{svg}\n{mark}".encode() for end, svg in themes.items()}
+        themes = zip(self.files, (light, darken(light)), strict=True)
+        return {name: f"{svg}\n{mark}".encode() for name, svg in themes}
 
 
 def draw_pictures(claims: list[StudiedClaim]) -> Iterator[Picture]:
