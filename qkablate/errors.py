@@ -1,6 +1,7 @@
 """Errors of the user, reported in one line."""
 
 import difflib
+import re
 import sys
 from collections.abc import Iterable, Mapping
 from importlib import import_module
@@ -31,7 +32,7 @@ def show_folder_as(folder: str, typed: str) -> None:
 def show_typed_folders(text: str) -> str:
     """Return the text with the folders as the user typed them, as archives that were unpacked."""
     for folder, typed in _typed_folders.items():
-        text = text.replace(folder, typed)
+        text = re.sub(rf"{re.escape(folder)}(?![\w/-])", lambda _, typed=typed: typed, text)
     return text
 
 

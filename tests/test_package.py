@@ -48,17 +48,20 @@ def test_wheel_that_no_python_has_tried_fails(tmp_path):
 
 
 def test_claims_are_cut_off_in_time_and_published(tmp_path):
-    fake = '#!/bin/sh\necho "$@" >> "$CALLS"\n[ "$3" != long ] || exec sleep 60\n'
+    fake = '#!/bin/sh\necho "$@" >> "$CALLS"\n[ $1 != claim ] || echo trained\n'
+    fake += '[ "$3" != long ] || exec sleep 60\n'
     (tmp_path / "qkablate").write_text(fake)
     (tmp_path / "qkablate").chmod(0o755)
     env = {"PATH": f"{tmp_path}:/usr/bin:/bin", "CALLS": str(tmp_path / "calls")}
     script = [ROOT / "scripts" / "run-claims"]
-    done = subprocess.run([*script, "2", "short", "long", "later", "out=x", "data=text"], env=env)
-    assert done.returncode == 1
+    words = ["2", "claims/short.yaml", "long", "later", "out=x", "data=text"]
+    done = subprocess.run([*script, *words], env=env, capture_output=True, text=True)
+    assert (done.returncode, done.stderr) == (0, "")
+    assert done.stdout == "claims/short.yaml  trained\nlong  trained\n"
     assert (tmp_path / "calls").read_text().splitlines() == [
-        "claim run short data=text out=x",
+        "claim run claims/short.yaml data=text out=x",
         "claim run long data=text out=x",
-        "publish short out=x",
+        "publish claims/short.yaml out=x",
         "publish long out=x",
     ]
     for words in ([], ["1h", "short"], ["60"], ["60", "out=x"]):

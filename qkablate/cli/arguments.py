@@ -68,7 +68,8 @@ class Parser(argparse.ArgumentParser):
             dest = self._option_string_actions[flag].dest
             setattr(args, dest, self._convert(flag, getattr(args, dest) or []))
         if unknown := [word.partition("=")[0] for word in words if word.startswith("-")]:
-            if hint := key_hint(unknown[0], self.words):
+            # Commands about runs that exist take few keys.
+            if hint := key_hint(unknown[0], self.words, trains=not self.kinds):
                 raise UserError(f"'{unknown[0]}' is not a flag; {hint}")
             raise UserError(not_one_of(unknown[0], self.flags))
         for key, equals, value in (word.partition("=") for word in words):
@@ -102,21 +103,22 @@ class Parser(argparse.ArgumentParser):
         return self._help_text.replace("{flags}\n", formatter.format_help())
 
 
-def key_hint(flag: str, words: Iterable[str] = ()) -> str:
+def key_hint(flag: str, words: Iterable[str] = (), *, trains: bool = True) -> str:
     """Return how to write a flag that is a key, as in --variant, or the -m of `train`; or ''."""
     from qkablate.config import KEYS
 
     name = flag.lstrip("-").replace("-", "_")
     if flag in ("-m", "--multirun"):
         return "only `qkablate train` takes it; `qkablate sweep` is a grid already"
-    if name == "resume":
+    if name == "resume" and trains:
         return "the same command resumes by itself"
     known = {key.partition(".")[0] for key in KEYS} | {*KEYS, "sweep", "control"}
     known |= {word.removesuffix("=") for word in words if word.endswith("=")}
     ends = [key for key in KEYS if re.fullmatch(rf"(train|optim|model)\.{re.escape(name)}", key)]
-    if name not in known and len(ends) == 1:
+    if name not in known and len(ends) == 1 and trains:
         name = ends[0]
-    return f"a key is written without dashes: {name}=VALUE" if name in {*known, *ends} else ""
+        known.add(name)
+    return f"a key is written without dashes: {name}=VALUE" if name in known else ""
 
 
 def choose_action(words: list[str], actions: Collection[str]) -> tuple[str, list[str]]:

@@ -293,7 +293,8 @@ def _show(request: _ClaimRequest, as_json: bool) -> int:
     judgement = counting_judgement(looks)
     if judgement is None:
         registered = find_registrations(request.out, claim.name)
-        if lost := [sweep for entry in registered for sweep in entry.lost]:
+        own = [entry for entry in registered if entry.claim.hash == claim.hash]
+        if lost := [sweep for entry in own for sweep in entry.lost]:
             raise UserError(f"claim {claim.name}: its sweep '{lost[0]}' is gone")
         request.check_values()
         if as_json:
@@ -329,6 +330,7 @@ def _run(request: _ClaimRequest, args: Namespace) -> int:
     from qkablate.analysis.publication.archive import refuse_archives
     from qkablate.api.sweep import plan_sweep
     from qkablate.cli.launch import run_and_print, show_plan
+    from qkablate.sweeps.planning.manifest import frozen_rules
 
     claim = request.claim
     registrations = registry.find_registrations(request.out, claim.name)
@@ -353,6 +355,11 @@ def _run(request: _ClaimRequest, args: Namespace) -> int:
             manifest, slots = plan_sweep(sweep_request, command)
         if archive is not None:
             manifest = reuse.follow_search(archive, manifest, seeds)
+            if manifest.finals and frozen_rules(manifest) not in (None, manifest.tuning_rules):
+                raise UserError(
+                    f"{claim.name} was begun in '{request.out}' by other rules for learning rates"
+                    " than those of the published runs; use another out=FOLDER"
+                )
         for left in manifest.left_out:
             raise UserError(f"{claim.name}: {left.arm} is left out ({left.kind}): {left.reason}")
         comparisons = find_comparisons(claim, manifest.arms.values())

@@ -20,7 +20,7 @@ from qkablate.cli.arguments import (
     whole_number,
 )
 from qkablate.cli.names import known_names
-from qkablate.config import KEYS, Role, conf_dir, flatten, keys_with
+from qkablate.config import KEYS, Role, conf_dir, config_names, flatten, keys_with
 from qkablate.errors import UserError, nearest_hint, sanitize
 from qkablate.report.text.table import format_known
 from qkablate.runs.lease import LeaseObserver
@@ -157,10 +157,9 @@ def parse_filter(pair: str) -> tuple[str, list[Any]]:
 
 def _find_data(name: str) -> str | dict[str, Any]:
     """Return a source of data, or the settings of a named set that is more than a source."""
-    file = conf_dir() / "data" / f"{name}.yaml"
-    if not file.is_file():
+    if name not in config_names("data"):
         return name
-    settings = yaml.safe_load(file.read_text(encoding="utf-8"))
+    settings = yaml.safe_load((conf_dir() / "data" / f"{name}.yaml").read_text(encoding="utf-8"))
     if settings["source"] == name:
         return name
     sizes = ("max_tokens", "val_tokens", "test_tokens", "cache")

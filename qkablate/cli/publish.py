@@ -61,26 +61,26 @@ def main(argv: list[str]) -> int:
     from qkablate.analysis.publication.publish import has_ended_runs, publish
     from qkablate.cli.names import find_by_name
 
-    named = []
-    for word in map(claim_name, words):
-        if word in registered_names(out):
-            registered = find_registrations(out, word)
-            # An earlier wording may have been registered and never run.
-            named += [entry for entry in registered if has_ended_runs(entry)] or registered
-        else:
-            named.append(read_registration(find_by_name(word, out, ("claim",))[1]))
+    named = list(dict.fromkeys(map(claim_name, words)))
+    known = registered_names(out)
+    folders = {w: find_by_name(w, out, ("claim",))[1] for w in named if w not in known}
     code = 0
-    for registration in {entry.folder: entry for entry in named}.values():
+    for word in named:
         try:
-            path, runs, new = publish(registration, folder)
+            if word in folders:
+                registered = [read_registration(folders[word])]
+            else:  # an earlier wording may have been registered and never run
+                registered = find_registrations(out, word)
+                registered = [one for one in registered if has_ended_runs(one)] or registered
+            for registration in registered:
+                path, runs, new = publish(registration, folder)
+                size = format_bytes(path.stat().st_size)
+                print_text(f"{path}  {size}, {format_count(runs, 'run')}, {new:,} of them new")
         except UserError as error:  # the other claims are published all the same
             print_stderr(f"qkablate: {error}")
             code = 2
-            continue
         except OSError as error:
             raise UserError(f"-o: '{folder}' cannot be written: {error.strerror}") from None
-        size = format_bytes(path.stat().st_size)
-        print_text(f"{path}  {size}, {format_count(runs, 'run')}, {new:,} of them new")
     if not code:
         print_next_commands(["report", str(folder)])
     return code

@@ -13,6 +13,7 @@ from qkablate.config import (
     GridConfig,
     Role,
     SweepConfig,
+    config_names,
     explain,
     has_role,
     no_such_key,
@@ -50,6 +51,8 @@ def read_request(words: list[str], grid: GridConfig | None = None) -> SweepReque
     settings_words: list[str] = []
     choices: dict[str, list[str]] = {}
     for word in words:
+        if word in config_names("sweep"):
+            raise UserError(f"'{word}' is not key=value; write sweep={word}")
         key, values = _parse(word)
         if word.startswith("+") and key not in KEYS and not is_group(key) and "." not in key:
             raise UserError(

@@ -52,7 +52,7 @@ def check_word(word: str) -> None:
 
 def _describe_bare_word(word: str) -> str:
     """Return what is wrong with a word that is not key=value."""
-    for group in ("sweep", "variant", "data", "model", "optim"):
+    for group in ("variant", "data", "model", "optim"):
         if word in config_names(group):
             return f"'{word}' is not key=value; write {group}={word}"
     return f"'{word}' is not key=value, as in variant=merged_w"
@@ -145,8 +145,8 @@ def format_error(error: Exception, known: Collection[str] = ()) -> str:
             return f"{key}: '{value}'{hint} cannot be read; write it as in {example}"
         hint = "quote a value with special characters"
         if key == "sweep.filter":
-            value = f'''["{value.strip('"')}"]'''
-            return f"{key}: a list of predicates is written as in '{key}={value}'"
+            example = """'sweep.filter=["model.d_model > 32"]'"""
+            return f"{key}: a list of predicates is written as in {example}"
         return f"""'{error.override}' cannot be read; {hint}: '{key}="{value.strip('"')}"'"""
     file, word = find_config_file(error)
     chosen = f"{word}: " if word else ""

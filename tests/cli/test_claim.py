@@ -372,10 +372,12 @@ def test_show_refuses_what_run_would(claim, write):
     assert_refused(claim("show"), "variant: 'noq' (nearest: no_q) is not one of")
 
 
-def test_claim_of_ones_own_is_found_by_its_keys(claim, pretended, qkablate):
+def test_claim_of_ones_own_is_found_by_its_keys(claim, pretended, qkablate, tiny):
     """Its file is not needed once it is registered."""
     assert claim("run").code == 0
     assert "\nSUPPORTED at these rates\n" in qkablate("claim", "show", "mine").out
+    keys = [word for word in tiny if not word.startswith("out=")]
+    assert "\nSUPPORTED at these rates\n" in qkablate("claim", "show", "mine", *keys).out
     for word in ("scale=gpu", "model.layers=7"):
         assert_refused(qkablate("claim", "show", "mine", word), "give its file, mine.yaml")
 

@@ -190,15 +190,14 @@ def judge_claim(claim: Claim, study: Study, exploratory: list[str]) -> Judgement
 
 def _warn_of_documents(parts: list[PartJudgement], alpha: float) -> list[PartJudgement]:
     """Warn where the verdict of a part would change with the error over documents."""
-    wider = judge_parts([_add_document_error(judged) for judged in parts], alpha)
+    wider = [_add_document_error(judged) for judged in parts]
     warned = []
-    for judged, other in zip(parts, wider.parts, strict=True):
+    for judged, part, word in zip(parts, wider, judge_parts(wider, alpha).parts, strict=True):
         checks = judged.checks
-        if other != judged.word:
+        if word != judged.word and part != judged.part:
+            text = f"; with this error the verdict would be {word}"
             checks = [
-                AuditCheck(
-                    check.name, WARNING, f"{check.message}; with it the verdict would be {other}"
-                )
+                AuditCheck(check.name, WARNING, check.message + text)
                 if check.name == "documents"
                 else check
                 for check in checks

@@ -84,11 +84,11 @@ class Archive:
                     " trains with the settings of the published runs"
                 )
             rules = [one["manifest"].get("tuning_rules", 1) for one in (known, look)]
-            if rules[0] != rules[1]:
+            if rules[0] != rules[1] and known["manifest"]["finals"]:  # rates were chosen
                 raise UserError(
                     f"{self.name}: its learning rates are published as chosen by rules {rules[0]},"
-                    f" and here by rules {rules[1]}; `qkablate claim run … --from FOLDER` chooses"
-                    " them as published"
+                    f" and here by rules {rules[1]}; `qkablate claim run … --from FOLDER"
+                    " out=ANOTHER` chooses them as published"
                 )
             if _rows(look) > _rows(known):
                 known["solo"] = look["solo"]

@@ -15,7 +15,7 @@ from qkablate.disk import read_file
 from qkablate.report.charts.base import Chart
 from qkablate.report.charts.curves import gap_curve_chart, loss_chart
 from qkablate.report.charts.forest import claim_chart
-from qkablate.report.palette import darken
+from qkablate.report.palette import DARK, LIGHT, darken
 from qkablate.report.render import combine_panels, render_chart
 from qkablate.report.study.charts import answers_chart, costs_chart
 from qkablate.report.study.claims import StudiedClaim
@@ -39,7 +39,8 @@ class Picture:
     @cached_property
     def hash(self) -> str:
         """A checksum of everything that the picture shows."""
-        return hash_json(_round(combine_panels(self.chart, self.subject, self.setting)))
+        spec = combine_panels(self.chart, self.subject, self.setting)
+        return hash_json(_round([LIGHT, DARK, spec]))
 
     @property
     def files(self) -> list[str]:

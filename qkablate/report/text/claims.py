@@ -11,7 +11,7 @@ from qkablate.analysis.claims.verdict import SeedsNeeded
 from qkablate.analysis.comparison.audit import MARKS, group_checks
 from qkablate.analysis.comparison.gaps import perplexity_percent
 from qkablate.analysis.stats import Sample
-from qkablate.errors import sanitize, show_typed_folders
+from qkablate.errors import sanitize
 from qkablate.report.text.numbers import format_value
 from qkablate.report.text.table import Table, format_interval, format_known
 from qkablate.screen import PLAIN, Screen
@@ -113,7 +113,7 @@ def format_judgement(judgement: Judgement, screen: Screen = PLAIN) -> list[str]:
     text += ["", screen.paint("audit", "bold"), *lines(*format_audit(judgement.parts))]
     text += lines(*(line for needs in format_seeds_needed(judgement) for line in ("", needs)))
     assert judgement.study.manifest is not None  # claims are judged by sweeps
-    return [*text, *lines("", show_typed_folders(f"runs  {judgement.study.manifest.folder}"))]
+    return [*text, *lines("", f"runs  {judgement.study.manifest.folder}")]
 
 
 def make_part_table(judgement: Judgement) -> tuple[list[str], list[list[str]]]:

@@ -317,6 +317,13 @@ def freeze(manifest: Manifest, plan: list[str], *, keep_threads: bool = True) ->
     return manifest
 
 
+def frozen_rules(manifest: Manifest) -> int | None:
+    """Return the `tuning_rules` of the sweep in the manifest's folder; None if there is none."""
+    if not (manifest.folder / MANIFEST_FILE).exists():
+        return None
+    return read_manifest(manifest.folder).tuning_rules
+
+
 def read_manifest(folder: Path) -> Manifest:
     """Read the manifest in a sweep's folder; raise UserError unless it is as it was written."""
     path = folder / MANIFEST_FILE

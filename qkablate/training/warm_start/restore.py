@@ -205,7 +205,8 @@ def _newest_checkpoint(
     if not paths and (archive := (read_json(folder / "result.json") or {}).get("published")):
         raise UserError(
             f"{folder.name} is a published run, without weights; `qkablate reproduce"
-            f" {str(archive).partition('-')[0]} --check` trains some of its claim again"
+            f" {str(archive).partition('-')[0]} --check --from FOLDER`, with the folder of its"
+            " archive, trains some runs of its claim again"
         )
     if not paths:
         raise UserError(f"'{folder}' has no checkpoint yet")

@@ -34,6 +34,7 @@ def test_folder_that_cannot_be_written_is_refused(full):
         unpack_archives([])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["NUMERICS", "CUDA_NUMERICS"])
 def test_runs_of_other_numerics_are_read(name, monkeypatch, tmp_path):
     """Their ids change, and what was unpacked before is not used."""

@@ -207,7 +207,7 @@ def test_error_over_documents_that_changes_a_verdict_limits_it(studied):
     assert not first.is_warned("documents")
     assert second.is_warned("documents")
     (message,) = (check.message for check in second.checks if check.name == "documents")
-    assert message.endswith("; with it the verdict would be UNDERPOWERED")
+    assert message.endswith("; with this error the verdict would be UNDERPOWERED")
     (error,) = (gap.document_error.se for gap in second.gaps)
     sample = second.part.sample
     wider = Sample(sample.values, sample.extra_variance + error**2)
