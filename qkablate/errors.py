@@ -32,7 +32,7 @@ def show_folder_as(folder: str, typed: str) -> None:
 def show_typed_folders(text: str) -> str:
     """Return the text with the folders as the user typed them, as archives that were unpacked."""
     for folder, typed in _typed_folders.items():
-        text = re.sub(rf"{re.escape(folder)}(?![\w/-])", lambda _, typed=typed: typed, text)
+        text = re.sub(rf"{re.escape(folder)}(?![\w/-])", typed.replace("\\", r"\\"), text)
     return text
 
 
