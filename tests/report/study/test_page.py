@@ -70,8 +70,11 @@ def test_figures_of_the_readme_are_those_of_the_claims(studied):
     assert (gap.arm.arm.variant, gap.arm.arm.config.model.mlp) == ("merged_w", "gelu")
     found["four_heads"] = (gap.sample.mean, *gap.sample.interval(LEVEL))
     better = [("merged_performance", "loss"), ("low_rank", "full_is_worse"), "four_heads"]
+    better.append(("without_both", "by_position"))
     for mean, low, high in map(found.get, better):
         assert f"is {-mean:.3f} [{-high:.3f}, {-low:.3f}] better" in readme
+    own_vectors = found["without_both", "own_vectors"]
+    assert "{:+.3f} [{:+.3f}, {:+.3f}]".format(*own_vectors) in readme
     for part in ("w_o", "w_v"):  # the claim is about standard
         mean, low, high = found["break_even", part]
         assert f"{-mean:+.3f} [{-high:+.3f}, {-low:+.3f}]" in readme
