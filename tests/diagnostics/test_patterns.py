@@ -244,8 +244,9 @@ def test_padding_changes_no_rounding():
     expected = compute_rounding(layer, x_BTD, nullcontext, mask_BT[:, :16])
     found = compute_rounding(layer, padded_BTD, nullcontext, mask_BT)
     whole = compute_rounding(layer, x_BTD, nullcontext)
-    for name in ROUNDING_MEASURES:
-        torch.testing.assert_close(found[name], expected[name], rtol=1e-3, atol=0)
+    # In fp64 some CPUs multiply matrices of other shapes in another order.
+    for name, rtol in zip(ROUNDING_MEASURES, (1e-3, 0.1), strict=True):
+        torch.testing.assert_close(found[name], expected[name], rtol=rtol, atol=0)
         assert not torch.equal(expected[name], whole[name])
 
 
