@@ -13,7 +13,7 @@ _ALL = 0.9995  # of the answers, as shown to a tenth of a percent
 
 
 def format_costs(studied: StudiedClaim, most: int) -> list[str]:
-    """Return what the variants of the parts cost, with intervals; of `most` parts at most.
+    """Return what the variants of the parts cost, with intervals; of `most` parts, or one more.
 
     The parts with the verdict of the claim come first; another has its verdict beside it.
     """
@@ -22,7 +22,7 @@ def format_costs(studied: StudiedClaim, most: int) -> list[str]:
     for part in studied.deciding:
         word = f" ({part.word})" if part.word != judged.word else ""
         costs.append(_format_cost(part, name_part(studied, part)) + word)
-    if len(costs) <= most:
+    if len(costs) <= most + 1:  # a line for one more says less than its cost
         return costs
     others = Counter(part.word for part in studied.deciding[most:])
     words = [word if len(others) == 1 else f"{count} {word}" for word, count in others.items()]
