@@ -46,12 +46,16 @@ def test_runs_are_found_in_outputs_and_by_folder(two, tmp_path, monkeypatch):
 
 def test_published_runs_are_read_from_archives(tmp_path):
     """One claim, or all of a folder, each run once."""
-    paths = sorted(PUBLISHED.glob("*.json.gz"))
-    assert len(paths) > 1
+    folder = tmp_path / "results"
+    folder.mkdir()
+    for name in ("one_projection_untuned", "qq_worse"):
+        (path,) = PUBLISHED.glob(f"{name}-*.json.gz")
+        shutil.copy(path, folder)
+    paths = sorted(folder.glob("*.json.gz"))
     runs = api.load_runs(paths[0])
     assert {*(run.run.id for run in runs)} == {*read_archive(paths[0]).runs}
     assert len({run.run.id for run in runs}) == len(runs)
-    assert len(api.load_runs(PUBLISHED)) > len(runs)
+    assert len(api.load_runs(folder)) > len(runs)
     study = api.load_sweep(paths[0])
     assert {run.run.id for run in study.all_records} <= {run.run.id for run in runs}
     assert study.is_complete
@@ -59,7 +63,7 @@ def test_published_runs_are_read_from_archives(tmp_path):
     with pytest.raises(
         api.UserError, match=rf"holds {len(paths)} claims; give .*{paths[0].name[:9]}"
     ):
-        api.load_sweep(PUBLISHED)
+        api.load_sweep(folder)
 
 
 def test_archive_without_runs_is_rejected(tmp_path):
