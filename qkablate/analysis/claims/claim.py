@@ -9,7 +9,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from qkablate.analysis.claims.measures import MEASURES, Measure
+from qkablate.analysis.claims.measures import MEASURES, Measure, Unit
 from qkablate.analysis.comparison.audit import is_annealed
 from qkablate.analysis.comparison.ranking import AXES
 from qkablate.analysis.scaling.series import MIN_POINTS
@@ -47,6 +47,13 @@ class PartSpec:
     @property
     def measure(self) -> Measure:
         return MEASURES[self.of]
+
+    @property
+    def margin_of_loss(self) -> float | None:
+        """The margin if it is one of the loss after training; else None."""
+        # Growth is in nats per doubling, and an asymptote at no length that was trained.
+        is_of_loss = self.measure.unit is Unit.NATS and self.horizon not in OVER_LENGTHS
+        return self.margin if is_of_loss else None
 
     @property
     def control(self) -> str:

@@ -34,7 +34,13 @@ from qkablate.analysis.comparison.audit import (
 )
 from qkablate.analysis.comparison.curves import slope_weights
 from qkablate.analysis.comparison.decision import Verdict
-from qkablate.analysis.comparison.gaps import MARGINS, Gap, is_sensitive, measure_gap
+from qkablate.analysis.comparison.gaps import (
+    MARGINS,
+    Gap,
+    is_sensitive,
+    measure_gap,
+    measure_gap_with_references,
+)
 from qkablate.analysis.comparison.lr_curves import LrCurve, find_lr_curves
 from qkablate.analysis.outliers import measure_risks
 from qkablate.analysis.scaling.asymptote import fit_asymptote
@@ -152,7 +158,7 @@ def judge_claim(claim: Claim, study: Study, exploratory: list[str]) -> Judgement
     solo = read_measurements(manifest.folder) if alone else {}
     for comparison in comparisons:
         gaps = [
-            measure_gap(arm, other, study.floor_of(arm, other))
+            measure_gap_with_references(study, arm, other)
             for first, second in filter(None, [*comparison.pairs, comparison.than])
             for arm, other in [(entries[first], entries[second])]
         ]
@@ -234,9 +240,7 @@ def _audit_part(
     comparison: Comparison, gaps: list[Gap], curves: dict[str, LrCurve], entries: dict[str, Entry]
 ) -> list[AuditCheck]:
     spec, measure = comparison.spec, comparison.spec.measure
-    # Growth is in nats per doubling, and an asymptote at no length that was trained.
-    has_margin = spec.horizon not in OVER_LENGTHS and measure.unit is Unit.NATS
-    margin = spec.margin if has_margin else None
+    margin = spec.margin_of_loss
     audits = []
     for gap in gaps:
         rounding_gap = _rounding_gap(gap, entries)

@@ -7,12 +7,13 @@ from dataclasses import dataclass
 from qkablate.analysis.comparison.decision import BEFORE_NGRAMS, RateScope
 from qkablate.analysis.comparison.gaps import MARGINS, ROUNDING_PAIR, Gap, is_sensitive
 from qkablate.analysis.comparison.lr_curves import LrCurve
-from qkablate.analysis.stats import MIN_PAIRS
+from qkablate.analysis.stats import ALPHA, MIN_PAIRS
 from qkablate.analysis.study.study import Entry, Record
 from qkablate.config import TEXT_SOURCES, OptimConfig
 from qkablate.config.data import PAIRS_OF_FILES, PREPARED_SOURCES
 from qkablate.runs.records import is_number
-from qkablate.sweeps.planning.floors import floor_sites
+from qkablate.sweeps.planning.floors import floor_sites, is_position_only
+from qkablate.sweeps.planning.manifest import FLOOR, POSITION
 from qkablate.sweeps.planning.tuning_losses import OUTLIER, SOLVED
 from qkablate.table import format_list
 
@@ -75,6 +76,7 @@ def audit(
         "matched": _check_matching(sides, axis),
         "initialization": _check_initialization(sides),
         "floor": _check_floor(gap, margin),
+        "position": check_position(gap, gap.position, margin),
         "n-grams": _check_ngrams(gap),
         "precision": _check_equality("precision", done, WARNING),
         "data": _check_equality("data_fingerprint", done, INVALID),
@@ -92,6 +94,7 @@ def audit(
 LIMITS = {
     "learning rate": RateScope.THESE_RATES,
     "documents": "on these documents",
+    "position": "where position is enough",
     "n-grams": BEFORE_NGRAMS,
     "extrapolation": "if both arms level off with one exponent",
 }
@@ -272,9 +275,9 @@ def _check_floor(gap: Gap, margin: float | None) -> Answer:
     if not gap.compares_attention:
         return OK, "not needed: the same attention"
     if gap.floor is None:
-        sites = floor_sites(gap.arm.arm, gap.baseline.arm)
-        word = "variant=uniform" + f" variant.sites={sites}" * (sites not in (None, "all"))
-        text = f"no {word} in the baseline's model; sweep.floor=true adds it"
+        text = (
+            f"no {_reference_words(FLOOR, gap)} in the baseline's model; sweep.floor=true adds it"
+        )
         return NOTE if margin is None else WARNING, text
     name, baseline = gap.floor.arm.name, gap.baseline.name
     if gap.lead is None:
@@ -286,6 +289,37 @@ def _check_floor(gap: Gap, margin: float | None) -> Answer:
     if is_sensitive(gap.lead, margin or 0.0):
         return OK, text
     return WARNING, f"{text}, less than {MARGINS} margins of {margin:g}"
+
+
+def _reference_words(variant: str, gap: Gap) -> str:
+    """Return the arguments that make a variant the reference of a gap."""
+    sites = floor_sites(gap.arm.arm, gap.baseline.arm)
+    return f"variant={variant}" + f" variant.sites={sites}" * (sites not in (None, "all"))
+
+
+def check_position(
+    gap: Gap, reference: Gap | None, margin: float | None, where: str = ""
+) -> Answer:
+    """Compare a baseline with weights by position alone, which never look at a token.
+
+    The reference is a gap of such weights, to the baseline or to another one in the same setting.
+    """
+    if not gap.compares_attention:
+        return OK, "not needed: the same attention"
+    if any(is_position_only(entry.arm) for entry in gap.sides):
+        return OK, "not needed: this is a comparison with weights by position"
+    bounds = None if reference is None else reference.bounds(1 - 2 * ALPHA)
+    if reference is None or bounds is None:
+        words = _reference_words(POSITION, gap)
+        return NOTE, f"unknown: no {words}, weights by position alone, in the baseline's model"
+    name, baseline = reference.arm.name, reference.baseline.name
+    text = f"{name}, with weights by position alone, has {reference.sample.mean:+.4f}"
+    text += f" [{bounds[0]:+.4f}, {bounds[1]:+.4f}] to {baseline}{where}"
+    if is_sensitive(bounds[0], margin or 0.0):
+        return OK, text
+    if bounds[0] > 0:
+        text += f", less than {MARGINS} margins of {margin:g}"
+    return WARNING, f"{text}: raise train.steps, or take a task that needs the content of tokens"
 
 
 def _check_ngrams(gap: Gap) -> Answer:

@@ -29,6 +29,7 @@ class Gap:
     arm_diverged: int
     baseline_diverged: int
     floor: "Gap | None" = None  # that of uniform attention, at the arm's sites, to the baseline
+    position: "Gap | None" = None  # that of weights by position alone
 
     @property
     def sides(self) -> tuple[Entry, Entry]:
@@ -121,7 +122,15 @@ def is_sensitive(lead: float | None, margin: float) -> bool:
     return lead is not None and lead > MARGINS * margin
 
 
-def measure_gap(arm: Entry, baseline: Entry, floor: Entry | None = None) -> Gap:
+def measure_gap_with_references(study: Study, arm: Entry, baseline: Entry) -> Gap:
+    """Pair the runs of two arms, and those of the references beside which a gap is read."""
+    references = study.floor_of(arm, baseline), study.position_reference_of(arm, baseline)
+    return measure_gap(arm, baseline, *references)
+
+
+def measure_gap(
+    arm: Entry, baseline: Entry, floor: Entry | None = None, position: Entry | None = None
+) -> Gap:
     """Pair the runs of two arms by their seeds."""
     pairs: dict[Seeds, float] = {}
     unpaired = []
@@ -140,9 +149,10 @@ def measure_gap(arm: Entry, baseline: Entry, floor: Entry | None = None) -> Gap:
             unpaired.append(f"{run.seed_label}: {problem}")
         else:
             pairs[key] = run.loss - other.loss
+    below = None if floor is None else measure_gap(floor, baseline)
+    by_position = None if position is None else measure_gap(position, baseline)
     diverged, baseline_diverged = (len(e.with_status("diverged")) for e in (arm, baseline))
-    lead = None if floor is None else measure_gap(floor, baseline)
-    return Gap(arm, baseline, pairs, unpaired, diverged, baseline_diverged, lead)
+    return Gap(arm, baseline, pairs, unpaired, diverged, baseline_diverged, below, by_position)
 
 
 def explain_unequal_tests(facts: Mapping[str, Any], others: Mapping[str, Any]) -> str:
@@ -215,7 +225,7 @@ def find_families(study: Study) -> list[Family]:
     for entry in study.entries:
         baseline = study.baseline_of(entry)
         if baseline is not None and baseline is not entry:
-            gap = measure_gap(entry, baseline, study.floor_of(entry, baseline))
+            gap = measure_gap_with_references(study, entry, baseline)
             families.setdefault(baseline.name, Family(baseline, [], shown)).gaps.append(gap)
             shown.append(gap)
     return list(families.values())

@@ -3,7 +3,7 @@
 import dataclasses
 import os
 import statistics
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
@@ -17,7 +17,7 @@ from qkablate.runs.document_losses import DocumentLosses, read_document_losses
 from qkablate.runs.records import is_number, read_config, read_json, read_result, sha256
 from qkablate.runs.text_references import KEY as TEXT_REFERENCES
 from qkablate.runs.text_references import TextReferences, find_text_references
-from qkablate.sweeps.planning.floors import floor_sites, is_floor
+from qkablate.sweeps.planning.floors import floor_sites, is_floor, is_position_only
 from qkablate.sweeps.planning.manifest import (
     Arm,
     LeftOutArm,
@@ -280,19 +280,32 @@ class Study:
         Where the baseline does not beat it clearly, arms look alike because attention made no
         difference there: an experiment in which nothing could have shown says nothing.
         """
+        return self._find_reference(is_floor, arm, baseline)
+
+    def position_reference_of(self, arm: Entry, baseline: Entry) -> Entry | None:
+        """Return `static_scores`, whose weights never look at a token, in the baseline's model.
+
+        Where the baseline does not beat it, the runs say nothing about attention to content.
+        """
+        return self._find_reference(is_position_only, arm, baseline)
+
+    def _find_reference(
+        self, is_reference: Callable[[Arm], bool], arm: Entry, baseline: Entry
+    ) -> Entry | None:
+        """Return the reference in the baseline's model, at the sites that differ."""
         sites = floor_sites(arm.arm, baseline.arm) or "all"
         sized = baseline.arm
         if sized.mismatch is not None:  # a control has changed the size
             sized = self.arms.get(sized.baseline or "", sized)
         model = without_variant(sized.overrides)
-        floors = [
+        found = [
             entry
             for entry in self.entries
-            if is_floor(entry.arm) and entry.arm.mismatch is None  # at the model's own size
+            if is_reference(entry.arm) and entry.arm.mismatch is None  # at the model's own size
             if entry.arm.config.variant.sites == sites
             if without_variant(entry.arm.overrides) == model
         ]
-        return _at_rate(floors, baseline.rate)
+        return _at_rate(found, baseline.rate)
 
 
 def _mean(values: Iterable[float | None]) -> float | None:

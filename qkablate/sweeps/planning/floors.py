@@ -9,7 +9,7 @@ from collections.abc import Iterable
 
 from qkablate.config.sweep import as_quoted
 from qkablate.config.variant import is_standard_attention, sites_suffix
-from qkablate.sweeps.planning.manifest import FLOOR, Arm, without_variant
+from qkablate.sweeps.planning.manifest import FLOOR, POSITION, Arm, without_variant
 
 _Model = tuple[tuple[str, str], ...]  # its overrides
 
@@ -18,6 +18,12 @@ def is_floor(arm: Arm) -> bool:
     """Return whether an arm has uniform attention, at all sites or at some."""
     variant = arm.config.variant
     return variant.name == FLOOR + sites_suffix(variant.sites)
+
+
+def is_position_only(arm: Arm) -> bool:
+    """Return whether an arm has attention weights by position alone, at all sites or at some."""
+    variant = arm.config.variant
+    return variant.name == POSITION + sites_suffix(variant.sites)
 
 
 def floor_sites(arm: Arm, baseline: Arm) -> str | None:

@@ -54,6 +54,7 @@ Changes = dict[str, int | float]
 # Keys that define a variant; its baseline does not inherit them.
 VARIANT_KEYS = {*keys_with(Role.VARIANT)}
 FLOOR = "uniform"  # attention without scores: an experiment that it passes can tell nothing
+POSITION = "static_scores"  # weights by position alone: where it passes, content is not tested
 
 
 class Rates(NamedTuple):

@@ -2,6 +2,8 @@
 
 import json
 import math
+import random
+import re
 
 import pytest
 
@@ -16,14 +18,14 @@ from qkablate.analysis.comparison.audit import (
 )
 from qkablate.analysis.comparison.gaps import find_families
 from qkablate.analysis.comparison.lr_curves import find_lr_curves
-from qkablate.analysis.comparison.summary import audit_gap
+from qkablate.analysis.comparison.summary import audit_gap, describe_study
 from tests.analysis.references import to_json
 
 PAIR = ("variant=standard,no_q", "seed=range(3)")
 TUNED = (*PAIR, "sweep.tune=true")
 TWIN = ("variant=standard,no_q,standard_reassociated", "seed=range(4)")
 NAMES = ["runs", "pairs", "learning rate", "annealed", "matched", "initialization", "floor"]
-NAMES += ["n-grams", "precision", "data"]
+NAMES += ["position", "n-grams", "precision", "data"]
 NAMES += ["documents", "code", "machine", "kernel"]
 
 
@@ -485,3 +487,36 @@ def test_masked_tokens_are_not_compared_with_ngrams(pair):
     change(pair, lambda run: True, data={"source": "text", "objective": "mlm"})
     found = checks(pair)["n-grams"]
     assert (found.state, found.message) == (OK, "n-grams do not predict masked tokens")
+
+
+POSITION = ("variant=standard,no_q,static_scores", "seed=range(4)")
+
+
+@pytest.mark.parametrize(
+    ("lead", "margin", "state"),
+    [(0.5, None, OK), (0.0, None, WARNING), (-0.1, None, WARNING), (0.5, 0.2, WARNING)],
+)
+def test_baseline_has_to_beat_weights_by_position(cached_world, lead, margin, state):
+    """Without a clear lead, in margins if there is one, the content of tokens was not needed."""
+
+    def loss(run):
+        noise = random.Random(run.id).gauss(0, 1e-4)
+        return 2.0 + run.changes["seed"] / 7 + noise + lead * run.arm.startswith("static")
+
+    summary = describe_study(cached_world(*POSITION).finish(loss).study(), margin=margin)
+    gaps = {gap.arm.partition("-")[0]: gap for gap in summary.gaps}
+    check = next(check for check in gaps["no_q"].audit if check.name == "position")
+    assert check.state == state
+    size = re.search(r"static_scores-d16-h2, with .* has ([-+.0-9]+) ", check.message)
+    assert float(size[1]) == pytest.approx(lead, abs=1e-3)
+    assert ("less than 3 margins" in check.message) == bool(margin)
+    assert ("raise train.steps" in check.message) == (state == WARNING)
+    assert ("where position is enough" in gaps["no_q"].scopes) == (state == WARNING)
+    itself = next(check for check in gaps["static_scores"].audit if check.name == "position")
+    assert (itself.state, "not needed" in itself.message) == (OK, True)
+
+
+def test_unknown_position_says_what_would_tell(cached_world):
+    check = checks(cached_world(*PAIR).finish(loss_of))["position"]
+    assert check.state == NOTE
+    assert "no variant=static_scores, weights by position alone" in check.message

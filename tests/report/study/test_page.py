@@ -45,7 +45,10 @@ def test_answers_are_those_of_the_verdicts():
         ("directed", "yes (SUPPORTED, at these rates)"),
         ("encoder_decoder", "no (REFUTED in 1 part of 2, on these documents)"),
         ("one_projection_as_published", "no (REFUTED in 1 part of 5, at these rates)"),
-        ("w_q_necessary", "no (EQUIVALENT, before the model beats an n-gram)"),
+        (
+            "w_q_necessary",
+            "no (EQUIVALENT, where position is enough, before the model beats an n-gram)",
+        ),
         ("qq_in_encoder", "undecided (UNDERPOWERED)"),
     ):
         (row,) = [row for row in rows if f" `{name}` |" in row]
