@@ -131,6 +131,8 @@ def _print_nothing(words: list[str], runs: list[RunListing], out: str) -> None:
     }
     for run in runs:
         known |= {f"{key}={run.get(_KEYS[key])}" for key in ("variant", "data")}
+    for group in ("variant", "data"):
+        known |= {f"{group}={name}" for name in config_names(group)}
     if words:
         hints = [nearest_hint(word, known) for word in words if word not in known]
         text += f"; none fits {' '.join(words)}{next(filter(None, hints), '')}"

@@ -19,7 +19,7 @@ from qkablate.config import (
     no_such_key,
 )
 from qkablate.config.sweep import SWEEP_KEYS, as_word, check_sweep, control_name, list_also
-from qkablate.errors import UserError
+from qkablate.errors import UserError, find_nearest
 from qkablate.sweeps.planning.manifest import RUN_KEYS
 
 ENGINE_KEYS = ("engine", "workers", "runs_per_gpu", "on_failure")
@@ -51,8 +51,9 @@ def read_request(words: list[str], grid: GridConfig | None = None) -> SweepReque
     settings_words: list[str] = []
     choices: dict[str, list[str]] = {}
     for word in words:
-        if word in config_names("sweep"):
-            raise UserError(f"'{word}' is not key=value; write sweep={word}")
+        if "=" not in word and (nearest := find_nearest(word, config_names("sweep"))):
+            advice = f"; write sweep={word}" if nearest == word else f" (nearest: sweep={nearest})"
+            raise UserError(f"'{word}' is not key=value{advice}")
         key, values = _parse(word)
         if word.startswith("+") and key not in KEYS and not is_group(key) and "." not in key:
             raise UserError(

@@ -52,9 +52,13 @@ def check_word(word: str) -> None:
 
 def _describe_bare_word(word: str) -> str:
     """Return what is wrong with a word that is not key=value."""
-    for group in ("variant", "data", "model", "optim"):
-        if word in config_names(group):
+    groups = {group: config_names(group) for group in ("variant", "data", "model", "optim")}
+    for group, names in groups.items():
+        if word in names:
             return f"'{word}' is not key=value; write {group}={word}"
+    for group, names in groups.items():
+        if nearest := find_nearest(word, names):
+            return f"'{word}' is not key=value (nearest: {group}={nearest})"
     return f"'{word}' is not key=value, as in variant=merged_w"
 
 

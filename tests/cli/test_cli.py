@@ -165,6 +165,7 @@ MISTAKES = [
     (["seed=99999999999999999999"], "is not at most 9007199254740992"),
     (["seed.x=1"], "seed.x: there is no such key (nearest: seed)"),
     (["merged_w"], "'merged_w' is not key=value; write variant=merged_w"),
+    (["merged"], "'merged' is not key=value (nearest: variant=merged_w)"),
     (["model.heads=[1"], "'model.heads=[1' cannot be read"),
     (["variant=standard,merged_w"], "has several values: add -m for a run each"),
     (["variant.sites=encoder,cross"], "sites of one run are joined by +, as encoder+cross"),

@@ -137,6 +137,7 @@ def test_empty_folder_names_the_first_command(qkablate):
         (["smal_"], "smal_ (nearest: small)"),
         (["mergd_w"], "mergd_w (nearest: merged_w)"),
         (["variant=mergd_w"], "variant=mergd_w (nearest: variant=merged_w)"),
+        (["data=indction"], "data=indction (nearest: data=induction)"),
         (["merged_w", "seed=7"], "merged_w seed=7"),
         (["status=unfinished"], "status=unfinished"),
         (["merged_w", "small"], "merged_w small"),

@@ -384,6 +384,8 @@ MISTAKES = [
     (["~sweep=quick"], "'~sweep=quick': write key=value"),
     (["model@here=nano"], "'model@here=nano': write key=value"),
     (["quick"], "'quick' is not key=value; write sweep=quick"),
+    (["quik"], "'quik' is not key=value (nearest: sweep=quick)"),
+    (["merged"], "'merged' is not key=value (nearest: variant=merged_w)"),
     (["=3"], "'=3' is not key=value"),
     (["seed=[1"], "'seed=[1' cannot be read"),
     (["--variant=no_q"], "a key is written without dashes: variant=VALUE"),
