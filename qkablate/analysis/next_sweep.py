@@ -2,6 +2,7 @@
 
 import itertools
 
+from qkablate.analysis.comparison.decision import WITHOUT_CONTENT
 from qkablate.analysis.comparison.summary import StudySummary
 from qkablate.analysis.stats import MIN_PAIRS
 from qkablate.analysis.study.study import Study
@@ -19,7 +20,10 @@ def propose_next_sweep(study: Study, summary: StudySummary) -> list[str] | None:
     if manifest is None or manifest.command[1:2] != ["sweep"]:
         return None
     words = manifest.command[1:]
-    needs_length = any(gap.before_attention or gap.at_floor for gap in summary.gaps)
+    needs_length = any(
+        gap.before_attention or gap.at_floor or WITHOUT_CONTENT in gap.scopes
+        for gap in summary.gaps
+    )
     needs_seeds = summary.gaps and len({record.seeds for record in study.records}) < MIN_PAIRS
     if not needs_length and not needs_seeds:
         return summary.tuning.command if summary.tuning is not None else None

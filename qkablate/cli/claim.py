@@ -195,6 +195,7 @@ class _ClaimRequest:
 def _list(words: list[str], *, as_json: bool) -> int:
     from qkablate.analysis.claims.judgement import counting_judgement, judge_looks
     from qkablate.analysis.claims.parse import claim_names, load_claim
+    from qkablate.analysis.claims.references import find_references
     from qkablate.analysis.claims.registry import find_registrations, registered_names
     from qkablate.analysis.publication import reuse
     from qkablate.sweeps.planning.estimate import measure_pace
@@ -205,6 +206,7 @@ def _list(words: list[str], *, as_json: bool) -> int:
     grid = load_claim("qq_worse").grid  # standard, at scale=small
     with open_hydra():
         pace = measure_pace(make_config({**grid, "variant": "standard", "threads": "1"}), 256)
+    references = find_references(out)
     rows: list[dict[str, Any]] = []
     for name in dict.fromkeys([*claim_names(), *registered_names(out)]):
         try:
@@ -212,7 +214,7 @@ def _list(words: list[str], *, as_json: bool) -> int:
             verdicts = [
                 _summarize(judgement)
                 for entry in registrations
-                if (judgement := counting_judgement(judge_looks(entry.claim, out)))
+                if (judgement := counting_judgement(judge_looks(entry.claim, out, references)))
             ]
         except UserError as error:
             registrations, verdicts = [], [f"damaged: {error}"]

@@ -117,3 +117,14 @@ def test_more_seeds_are_none_of_tuning(world):
 def test_runs_without_a_gap_lead_to_no_sweep(cached_world):
     world = cached_world("variant=standard", "seed=range(2)", "sweep.name=made")
     assert proposed(world, losses(CLEAR)) is None
+
+
+@pytest.mark.parametrize(("lead", "name"), [(-0.1, "made-longer"), (1.0, "made-tuned")])
+def test_weights_by_position_have_to_be_beaten_first(cached_world, lead, name):
+    words = ("variant=standard,no_q,static_scores", "seed=range(3)", "sweep.name=made")
+
+    def loss(run):
+        shift = lead if run.arm.startswith("static") else 0.0
+        return 2 + shift + run.changes["seed"] / 7 + random.Random(run.id).gauss(0, 1e-4)
+
+    assert f"sweep.name={name}" in proposed(cached_world(*words), loss)

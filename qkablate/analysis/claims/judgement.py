@@ -8,6 +8,7 @@ from pathlib import Path
 
 from qkablate.analysis.claims.claim import OVER_LENGTHS, Claim, Comparison, find_comparisons
 from qkablate.analysis.claims.measures import Unit
+from qkablate.analysis.claims.references import References, add_reference, find_references
 from qkablate.analysis.claims.registry import (
     STATISTICS,
     Registration,
@@ -147,10 +148,17 @@ class Judgement:
         }
 
 
-def judge_claim(claim: Claim, study: Study, exploratory: list[str]) -> Judgement:
-    """Judge the claim, as it is worded now, by the runs of a study."""
+def judge_claim(
+    claim: Claim, study: Study, exploratory: list[str], references: References | None = None
+) -> Judgement:
+    """Judge the claim, as it is worded now, by the runs of a study.
+
+    Its setting is also read by other claims of the folder, or by the given references.
+    """
     manifest = study.manifest
     assert manifest is not None  # claims are judged by sweeps
+    if references is None:
+        references = find_references(str(manifest.folder.resolve().parent.parent))
     entries = {entry.arm.name: entry for entry in study.entries}
     curves, parts = find_lr_curves(study), []
     comparisons = find_comparisons(claim, study.arms.values())
@@ -158,7 +166,7 @@ def judge_claim(claim: Claim, study: Study, exploratory: list[str]) -> Judgement
     solo = read_measurements(manifest.folder) if alone else {}
     for comparison in comparisons:
         gaps = [
-            measure_gap_with_references(study, arm, other)
+            add_reference(measure_gap_with_references(study, arm, other), study, references)
             for first, second in filter(None, [*comparison.pairs, comparison.than])
             for arm, other in [(entries[first], entries[second])]
         ]
@@ -360,7 +368,7 @@ def counting_judgement(looks: list[Judgement]) -> Judgement | None:
     return next(counting, looks[0] if looks else None)
 
 
-def judge_looks(claim: Claim, out: str) -> list[Judgement]:
+def judge_looks(claim: Claim, out: str, references: References | None = None) -> list[Judgement]:
     """Judge the claim by each of its looks, the newest first."""
     registered = find_registrations(out, claim.name)
     registration = next((r for r in registered if r.claim.hash == claim.hash), None)
@@ -377,7 +385,7 @@ def judge_looks(claim: Claim, out: str) -> list[Judgement]:
     reasons += _other_statistics(registration)
     try:
         looks = reversed(registration.sweeps.values())
-        return [judge_claim(claim, read_study(sweep), reasons) for sweep in looks]
+        return [judge_claim(claim, read_study(sweep), reasons, references) for sweep in looks]
     except UserError:
         if registration.claim.hash == claim.hash:
             raise

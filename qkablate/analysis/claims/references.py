@@ -1,74 +1,79 @@
-"""Weights by position alone as a reference across claims: one trains them, and all are read by it.
+"""Weights by position alone as references across claims: one trains them, others are read by them.
 
-Whether a baseline attends to more than positions is a property of the setting, not of a claim. So a
-claim without `static_scores` among its arms takes the answer from another in the same setting.
+Whether a baseline attends to content, and not to positions alone, is a property of the setting. So
+a claim without `static_scores` among its arms takes the answer from another of the same setting.
 """
 
 import dataclasses
-from collections.abc import Iterable, Sequence
 
-from qkablate.analysis.claims.judgement import Judgement, PartJudgement
-from qkablate.analysis.comparison.audit import NOTE, AuditCheck, check_position
+from qkablate.analysis.claims.registry import find_registrations, registered_names
 from qkablate.analysis.comparison.gaps import Gap, measure_gap
+from qkablate.analysis.study.study import Entry, Study, read_study
+from qkablate.config.variant import is_standard_attention
+from qkablate.errors import UserError
 from qkablate.sweeps.planning.floors import floor_sites, is_position_only
-from qkablate.sweeps.planning.manifest import Arm
+from qkablate.sweeps.planning.manifest import POSITION, Arm
 
-
-# The gap of weights by position, and the claim it is from, by setting and sites.
+# Gaps of weights by position, and the claims that have measured them, by setting and sites.
 References = dict[tuple[str, str], tuple[str, Gap]]
 
 
-def share_position_references(judgements: Sequence[Judgement]) -> list[Judgement]:
-    """Return the judgements, whose audits compare with weights by position of all the claims."""
-    references = _find_references(judgements)
-    return [
-        dataclasses.replace(
-            judgement, parts=[_compare_with_position(part, references) for part in judgement.parts]
-        )
-        for judgement in judgements
-    ]
-
-
-def _find_references(judgements: Iterable[Judgement]) -> References:
-    """Return the gap of weights by position alone in each setting, with the claim's name."""
+def find_references(out: str) -> References:
+    """Return the references that finished claims in a folder have measured."""
     references: References = {}
-    for judgement in judgements:
-        for entry in judgement.study.entries:
-            baseline = judgement.study.baseline_of(entry)
-            if is_position_only(entry.arm) and entry.arm.mismatch is None and baseline is not None:
-                gap = measure_gap(entry, baseline)
-                key = _setting_of(baseline.arm), _sites_of(gap)
-                references[key] = judgement.claim.name, gap
+    for name in registered_names(out):
+        try:
+            registered = find_registrations(out, name)
+            sweeps = [
+                [*one.sweeps.values()][-1]  # with the most seeds
+                for one in registered
+                if POSITION in str(one.claim.grid) and one.sweeps
+            ]
+            for sweep in sweeps:
+                _add_references(references, name, read_study(sweep))
+        except UserError:
+            continue  # its own command says what is wrong with it
     return references
 
 
-def _compare_with_position(judged: PartJudgement, references: References) -> PartJudgement:
-    checks = [_answer(check, judged, references) for check in judged.checks]
-    return dataclasses.replace(judged, checks=checks)
+def _add_references(references: References, name: str, study: Study) -> None:
+    if not study.is_complete:
+        return
+    for entry in study.entries:
+        baseline = study.baseline_of(entry)
+        if baseline is None or not is_position_only(entry.arm) or entry.arm.mismatch is not None:
+            continue
+        if is_standard_attention(baseline.arm.config.variant):
+            gap = measure_gap(entry, baseline)
+            key = _setting_of(baseline.arm), _sites_of(entry, baseline)
+            if key not in references or references[key][1].sample.n < gap.sample.n:
+                references[key] = name, gap
 
 
-def _answer(check: AuditCheck, judged: PartJudgement, references: References) -> AuditCheck:
-    """Return the check, answered by another claim if this one's runs do not."""
-    if (check.name, check.state) != ("position", NOTE):
-        return check
-    margin = judged.comparison.spec.margin_of_loss
-    for gap in judged.gaps:
-        for entry in gap.sides:
-            if known := references.get((_setting_of(entry.arm), _sites_of(gap))):
-                name, reference = known
-                answer = check_position(gap, reference, margin, f" in the claim {name}")
-                return AuditCheck(check.name, *answer)
-    return check
+def add_reference(gap: Gap, study: Study, references: References) -> Gap:
+    """Return the gap, with the reference of another claim if its own sweep has none."""
+    key = _setting_of(study.own_size_of(gap.baseline)), _sites_of(gap.arm, gap.baseline)
+    if gap.content is not None or key not in references:
+        return gap
+    name, reference = references[key]
+    source = f" in the same setting (claim {name}"
+    data = {_data_of(entry.arm) for entry in (gap.baseline, reference.baseline)}
+    source += ", on another version of the data)" if len(data) > 1 else ")"
+    return dataclasses.replace(gap, content=reference, content_source=source)
 
 
-def _sites_of(gap: Gap) -> str:
-    """Return the sites at which the two sides differ."""
-    return floor_sites(gap.arm.arm, gap.baseline.arm) or "all"
+def _sites_of(arm: Entry, baseline: Entry) -> str:
+    """Return the sites at which the two differ."""
+    return floor_sites(arm.arm, baseline.arm) or "all"
+
+
+def _data_of(arm: Arm) -> str:
+    return str(arm.facts["data_fingerprint"])
 
 
 def _setting_of(arm: Arm) -> str:
     """Return what model, data and training are, without attention, seeds, rates and device."""
     config = arm.config
+    train = (config.train.steps, config.train.batch_size, config.train.grad_accum)
     optim = dataclasses.replace(config.optim, lr=0.0)
-    train = config.train
-    return str((config.model, config.data, optim, train.steps, train.batch_size, train.grad_accum))
+    return str((config.model, config.data, config.init_from, optim, train))

@@ -4,7 +4,7 @@ import math
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
-from qkablate.analysis.comparison.decision import BEFORE_NGRAMS, RateScope
+from qkablate.analysis.comparison.decision import BEFORE_NGRAMS, WITHOUT_CONTENT, RateScope
 from qkablate.analysis.comparison.gaps import MARGINS, ROUNDING_PAIR, Gap, is_sensitive
 from qkablate.analysis.comparison.lr_curves import LrCurve
 from qkablate.analysis.stats import ALPHA, MIN_PAIRS
@@ -76,7 +76,7 @@ def audit(
         "matched": _check_matching(sides, axis),
         "initialization": _check_initialization(sides),
         "floor": _check_floor(gap, margin),
-        "position": check_position(gap, gap.position, margin),
+        "content": _check_content(gap, margin),
         "n-grams": _check_ngrams(gap),
         "precision": _check_equality("precision", done, WARNING),
         "data": _check_equality("data_fingerprint", done, INVALID),
@@ -94,7 +94,7 @@ def audit(
 LIMITS = {
     "learning rate": RateScope.THESE_RATES,
     "documents": "on these documents",
-    "position": "where position is enough",
+    "content": WITHOUT_CONTENT,
     "n-grams": BEFORE_NGRAMS,
     "extrapolation": "if both arms level off with one exponent",
 }
@@ -297,29 +297,27 @@ def _reference_words(variant: str, gap: Gap) -> str:
     return f"variant={variant}" + f" variant.sites={sites}" * (sites not in (None, "all"))
 
 
-def check_position(
-    gap: Gap, reference: Gap | None, margin: float | None, where: str = ""
-) -> Answer:
-    """Compare a baseline with weights by position alone, which never look at a token.
-
-    The reference is a gap of such weights, to the baseline or to another one in the same setting.
-    """
+def _check_content(gap: Gap, margin: float | None) -> Answer:
+    """Compare the baseline with weights by position alone, which never look at a token."""
     if not gap.compares_attention:
         return OK, "not needed: the same attention"
     if any(is_position_only(entry.arm) for entry in gap.sides):
         return OK, "not needed: this is a comparison with weights by position"
+    reference = gap.content
     bounds = None if reference is None else reference.bounds(1 - 2 * ALPHA)
     if reference is None or bounds is None:
+        if gap.arm.arm.is_finetuned:
+            return NOTE, "unknown: trained runs cannot begin with weights by position"
         words = _reference_words(POSITION, gap)
         return NOTE, f"unknown: no {words}, weights by position alone, in the baseline's model"
-    name, baseline = reference.arm.name, reference.baseline.name
-    text = f"{name}, with weights by position alone, has {reference.sample.mean:+.4f}"
-    text += f" [{bounds[0]:+.4f}, {bounds[1]:+.4f}] to {baseline}{where}"
+    text = f"{reference.arm.name}, weights by position alone, has {reference.sample.mean:+.4f}"
+    text += f" [{bounds[0]:+.4f}, {bounds[1]:+.4f}] to {reference.baseline.name}"
+    text += gap.content_source
+    if bounds[0] <= 0:
+        return WARNING, f"{text}: raise train.steps, or take a task that needs content"
     if is_sensitive(bounds[0], margin or 0.0):
         return OK, text
-    if bounds[0] > 0:
-        text += f", less than {MARGINS} margins of {margin:g}"
-    return WARNING, f"{text}: raise train.steps, or take a task that needs the content of tokens"
+    return NOTE, f"{text}, less than {MARGINS} margins of {margin:g}"
 
 
 def _check_ngrams(gap: Gap) -> Answer:

@@ -88,6 +88,7 @@ def decide(gap: Gap, p_holm: float | None, margin: MarginTest | None = None) -> 
 # "worse" whose baseline has not beaten the floor.
 BEFORE_NGRAMS = "before the model beats an n-gram"
 BEFORE_ATTENTION = "before attention mattered"
+WITHOUT_CONTENT = "where content is not shown to matter"
 
 
 class RateScope(StrEnum):

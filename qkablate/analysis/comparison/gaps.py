@@ -29,7 +29,8 @@ class Gap:
     arm_diverged: int
     baseline_diverged: int
     floor: "Gap | None" = None  # that of uniform attention, at the arm's sites, to the baseline
-    position: "Gap | None" = None  # that of weights by position alone
+    content: "Gap | None" = None  # that of weights by position alone, which see no content
+    content_source: str = ""  # the claim that measured it, if it is another
 
     @property
     def sides(self) -> tuple[Entry, Entry]:
@@ -124,12 +125,12 @@ def is_sensitive(lead: float | None, margin: float) -> bool:
 
 def measure_gap_with_references(study: Study, arm: Entry, baseline: Entry) -> Gap:
     """Pair the runs of two arms, and those of the references beside which a gap is read."""
-    references = study.floor_of(arm, baseline), study.position_reference_of(arm, baseline)
+    references = study.floor_of(arm, baseline), study.content_reference_of(arm, baseline)
     return measure_gap(arm, baseline, *references)
 
 
 def measure_gap(
-    arm: Entry, baseline: Entry, floor: Entry | None = None, position: Entry | None = None
+    arm: Entry, baseline: Entry, floor: Entry | None = None, content: Entry | None = None
 ) -> Gap:
     """Pair the runs of two arms by their seeds."""
     pairs: dict[Seeds, float] = {}
@@ -150,9 +151,9 @@ def measure_gap(
         else:
             pairs[key] = run.loss - other.loss
     below = None if floor is None else measure_gap(floor, baseline)
-    by_position = None if position is None else measure_gap(position, baseline)
+    without_content = None if content is None else measure_gap(content, baseline)
     diverged, baseline_diverged = (len(e.with_status("diverged")) for e in (arm, baseline))
-    return Gap(arm, baseline, pairs, unpaired, diverged, baseline_diverged, below, by_position)
+    return Gap(arm, baseline, pairs, unpaired, diverged, baseline_diverged, below, without_content)
 
 
 def explain_unequal_tests(facts: Mapping[str, Any], others: Mapping[str, Any]) -> str:

@@ -282,22 +282,24 @@ class Study:
         """
         return self._find_reference(is_floor, arm, baseline)
 
-    def position_reference_of(self, arm: Entry, baseline: Entry) -> Entry | None:
+    def content_reference_of(self, arm: Entry, baseline: Entry) -> Entry | None:
         """Return `static_scores`, whose weights never look at a token, in the baseline's model.
 
         Where the baseline does not beat it, the runs say nothing about attention to content.
         """
         return self._find_reference(is_position_only, arm, baseline)
 
+    def own_size_of(self, entry: Entry) -> Arm:
+        """Return the entry's arm, or that at its own size if a control has changed the size."""
+        arm = entry.arm
+        return arm if arm.mismatch is None else self.arms.get(arm.baseline or "", arm)
+
     def _find_reference(
         self, is_reference: Callable[[Arm], bool], arm: Entry, baseline: Entry
     ) -> Entry | None:
         """Return the reference in the baseline's model, at the sites that differ."""
         sites = floor_sites(arm.arm, baseline.arm) or "all"
-        sized = baseline.arm
-        if sized.mismatch is not None:  # a control has changed the size
-            sized = self.arms.get(sized.baseline or "", sized)
-        model = without_variant(sized.overrides)
+        model = without_variant(self.own_size_of(baseline).overrides)
         found = [
             entry
             for entry in self.entries

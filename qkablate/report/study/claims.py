@@ -13,7 +13,7 @@ from qkablate.analysis.claims.judgement import (
     judge_looks,
 )
 from qkablate.analysis.claims.parse import claim_names, load_claim
-from qkablate.analysis.claims.references import share_position_references
+from qkablate.analysis.claims.references import find_references
 from qkablate.analysis.claims.registry import Registration
 from qkablate.analysis.publication.archive import SUFFIX
 from qkablate.analysis.publication.unpack import open_archives, unpacked_claims
@@ -98,17 +98,14 @@ def read_claims(study: Path) -> list[StudiedClaim]:
     root = open_archives(study / RESULTS)
     if root is None:
         return []
-    judged = [
-        (registration, judgement)
-        for registration in unpacked_claims(root)
-        if (judgement := counting_judgement(judge_looks(registration.claim, str(root))))
-    ]
-    judgements = share_position_references([judgement for _, judgement in judged])
+    claims = []
+    references = find_references(str(root))
+    for registration in unpacked_claims(root):
+        judgement = counting_judgement(judge_looks(registration.claim, str(root), references))
+        if judgement is not None:
+            claims.append(StudiedClaim(registration, judgement))
     return sorted(
-        (
-            StudiedClaim(registration, judgement)
-            for (registration, _), judgement in zip(judged, judgements, strict=True)
-        ),
+        claims,
         key=lambda studied: (rank_claim(studied.claim.name), studied.claim.folder_name),
     )
 

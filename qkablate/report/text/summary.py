@@ -8,6 +8,7 @@ from qkablate.analysis.comparison.audit import AuditCheck
 from qkablate.analysis.comparison.decision import (
     BEFORE_ATTENTION,
     BEFORE_NGRAMS,
+    WITHOUT_CONTENT,
     Decision,
     RateScope,
     Verdict,
@@ -157,7 +158,8 @@ def _summarize_gaps(
     scopes = {scope for gap in decided for scope in gap.scopes} - {RateScope.SIGN_DEPENDS}
     text += f"; this holds {_join(sorted(scopes))}" if scopes else ""
     if behind := _describe_baselines(section, measured):
-        text += f"{':' if scopes & {BEFORE_ATTENTION, BEFORE_NGRAMS} else ';'} {behind}"
+        explained = {BEFORE_ATTENTION, BEFORE_NGRAMS, WITHOUT_CONTENT}
+        text += f"{':' if scopes & explained else ';'} {behind}"
     return text
 
 
@@ -169,6 +171,7 @@ def _describe_baselines(section: Section, gaps: list[GapSummary]) -> str:
     behind = {
         "beat the best n-gram": [gap for gap in gaps if gap.before_attention],
         "clearly beat `uniform`": [gap for gap in gaps if BEFORE_ATTENTION in gap.scopes],
+        "clearly beat `static_scores`": [gap for gap in gaps if WITHOUT_CONTENT in gap.scopes],
     }
     texts = []
     for what, found in behind.items():
@@ -236,9 +239,9 @@ def _format_power(measured: list[GapSummary]) -> str:
 
 
 def _format_warnings(checks: list[AuditCheck]) -> str:
-    """Format the names of audit warnings; missing runs and n-grams are reported elsewhere."""
+    """Format the names of audit warnings; runs and baselines are reported elsewhere."""
     names = {check.name for check in checks if check.is_warning}
-    text = ", ".join(sorted(names - {"runs", "pairs", "n-grams"}))
+    text = ", ".join(sorted(names - {"runs", "pairs", "n-grams", "content"}))
     return f"; the audit warns of other possible causes: {text}" if text else ""
 
 

@@ -102,7 +102,7 @@ def test_costs_on_text_are_those_of_the_claims(studied):
     equal = rows["no_o at equal params, 4 heads (break_even)"]  # the claim is about standard
     assert equal["estimate"] == "-0.0184 [-0.0277, -0.0091]"
     assert "(n = 16)" in chart.caption
-    limits = "at these rates, on these documents, where position is enough"
+    limits = "at these rates, on these documents, where content is not shown to matter"
     assert chart.caption.endswith(f"This holds {limits}, before the model beats an n-gram.")
     # What is far beyond is written, and not drawn.
     floor = "uniform, the floor (w_q_necessary)"

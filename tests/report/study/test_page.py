@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 
+from qkablate.analysis.comparison.decision import BEFORE_NGRAMS, WITHOUT_CONTENT
 from qkablate.analysis.stats import Sample
 from qkablate.report.study.costs import LEVEL
 from qkablate.report.study.page import PAGE, SNIPPET, find_histories, make_page
@@ -45,10 +46,7 @@ def test_answers_are_those_of_the_verdicts():
         ("directed", "yes (SUPPORTED, at these rates)"),
         ("encoder_decoder", "no (REFUTED in 1 part of 2, on these documents)"),
         ("one_projection_as_published", "no (REFUTED in 1 part of 5, at these rates)"),
-        (
-            "w_q_necessary",
-            "no (EQUIVALENT, where position is enough, before the model beats an n-gram)",
-        ),
+        ("w_q_necessary", f"no (EQUIVALENT, {WITHOUT_CONTENT}, {BEFORE_NGRAMS})"),
         ("qq_in_encoder", "undecided (UNDERPOWERED)"),
     ):
         (row,) = [row for row in rows if f" `{name}` |" in row]
@@ -72,6 +70,8 @@ def test_figures_of_the_readme_are_those_of_the_claims(studied):
     gap = blocks.deciding[0].gaps[1]  # what is subtracted: one W with four heads, in GPT-2's block
     assert (gap.arm.arm.variant, gap.arm.arm.config.model.mlp) == ("merged_w", "gelu")
     found["four_heads"] = (gap.sample.mean, *gap.sample.interval(LEVEL))
+    low, lost, high = sorted(map(abs, found["part_of_speech", "shared"]))
+    assert f"{lost:.3f} [{low:.3f}, {high:.3f}] of accuracy" in readme
     better = [("merged_performance", "loss"), ("low_rank", "full_is_worse"), "four_heads"]
     better.append(("without_both", "by_position"))
     for mean, low, high in map(found.get, better):
