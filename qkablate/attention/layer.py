@@ -91,7 +91,7 @@ class Attention(nn.Module):
             self.rope_dims = RopeDims(spec, self.qk, self.scale)
             self.scale = self.rope_dims.scale
             self.rope = Rope(spec.rope_dims, spec.context or 0, rope_theta)
-        elif position == "rope" and not self.qk.scores_are_zero:
+        elif position == "rope" and self.qk.width:  # without queries there is nothing to rotate
             check_rope(self.qk)
             self.rope = Rope(self.qk.width, spec.context or 0, rope_theta)
         elif position == "alibi":
@@ -354,7 +354,7 @@ class Attention(nn.Module):
         """Reason why the layer has no B_h; empty if it has one."""
         if self.norm is not None:
             return "the queries or keys are normalized, so the scores are not bilinear in x"
-        if self.position == "rope" and not self.qk.scores_are_zero:
+        if self.position == "rope" and self.qk.width:
             return "with rope, B_h is different at every distance"
         return self.qk.no_circuit_reason
 

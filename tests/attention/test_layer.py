@@ -215,7 +215,7 @@ def test_cached_decoding_with_a_forced_kernel(pair):
 @pytest.mark.parametrize("pair", PAIRS, ids=BY_NAME)
 def test_cached_decoding_with_norms_and_positions(pair):
     for norm, position in product(("none", "qk", "unit_keys"), ("none", "alibi", "rope")):
-        rotates = pair[0] in (*ROTATABLE, "uniform")
+        rotates = pair[0] in (*ROTATABLE, "uniform", "static")
         if (norm == "none" or pair[0] in NORMABLE) and (position != "rope" or rotates):
             for mask_self in (False, True):
                 check_decoding(
@@ -277,7 +277,6 @@ def test_static_scores_reject_longer_sequences():
         ("merged", "separate", {"position": "rope"}, "one W cannot be"),
         ("symmetric", "separate", {"position": "rope"}, "one W cannot be"),
         ("reassociated", "separate", {"position": "rope"}, "leaves no queries and keys of d_head"),
-        ("static", "separate", {"position": "rope"}, "no queries and keys to rotate"),
         ("separate", "separate", {"position": "rope", "d": 15}, "5 wide, an odd number"),
         ("low_rank", "separate", {"position": "rope", "rank": 3}, "3 wide, an odd number"),
         ("latent", "separate", {"position": "rope"}, "could not absorb W_k"),
@@ -322,16 +321,17 @@ def test_all_other_combinations_are_supported():
         )
         if (qk, ov) == ("shared", "grouped")
         or (qk not in NORMABLE and norm != "none")
-        or (qk not in (*ROTATABLE, "uniform") and position == "rope")
+        or (qk not in (*ROTATABLE, "uniform", "static") and position == "rope")
         or (ov == "tied" and qk in (*(set(QK_CIRCUITS) - set(ROTATABLE)), "no_k", "no_qk"))
         or (ov == "latent" and qk != "latent")
     }
     assert rejected == expected
 
 
-def test_uniform_attention_is_the_same_with_rope():
-    """It has nothing to rotate, so it is the floor of models with rope, too."""
-    plain, rotated = random_layer("uniform"), random_layer("uniform", position="rope")
+@pytest.mark.parametrize("qk", ["uniform", "static"])
+def test_scores_without_queries_are_the_same_with_rope(qk):
+    """They have nothing to rotate, so they are references in models with rope, too."""
+    plain, rotated = random_layer(qk), random_layer(qk, position="rope")
     x = stream(7)
     assert rotated.rope is None
     assert torch.equal(plain(x), rotated(x))

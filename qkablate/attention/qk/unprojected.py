@@ -183,7 +183,6 @@ class StaticScores(Uniform):
     """
 
     scores_are_zero = False
-    no_rope_reason = "there are no queries and keys to rotate"
     match = "spread"
     naive_match = "none"
     can_start_symmetric = False
