@@ -230,7 +230,7 @@ def test_reassociation_costs_a_product_of_weights_per_pass():
 @pytest.mark.parametrize("position", ["learned", "none", "alibi", "rope"])
 def test_cached_decoding_equals_the_full_forward_pass(name, position):
     """Pieces have five, one and ten tokens."""
-    if position == "rope" and ALL[name].get("qk", "separate") not in {*ROTATABLE, "uniform"}:
+    if position == "rope" and ALL[name].get("qk", "separate") not in {*ROTATABLE, *CONTENTLESS}:
         with pytest.raises(UserError, match="rope"):
             gpt(name, position=position)
         return
