@@ -118,13 +118,13 @@ class Claim:
 
 @dataclass(frozen=True)
 class Comparison:
-    """The arm and its opponent that a part compares; over lengths, a pair for each of them."""
+    """The arm and its baseline that a part compares; over lengths, a pair for each of them."""
 
     part: str
     spec: PartSpec
     name: str
     dataset: str  # the data or the task
-    pairs: list[tuple[str, str]]  # arm and its opponent; several over lengths
+    pairs: list[tuple[str, str]]  # arm and its baseline; several over lengths
     than: tuple[str, str] | None = None  # the pair whose cost is subtracted
 
 

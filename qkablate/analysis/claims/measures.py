@@ -110,7 +110,7 @@ class Measure:
         return {seeds: cost for seeds, cost in found.items() if cost is not None}
 
     def find_unmeasured(self, gap: Gap) -> list[Record]:
-        """Return the runs of the arm that lack, or whose opponents lack, what the measure reads."""
+        """Return the runs of the arm that lack, or whose baselines lack, what the measure reads."""
         if self.sample is Course:
             measured = {seeds for seeds, curve in _gap_curves(gap).items() if curve}
         else:

@@ -310,8 +310,8 @@ def _check_content(gap: Gap, margin: float | None) -> Answer:
             return NOTE, "unknown: trained runs cannot begin with weights by position"
         words = _reference_words(POSITION, gap)
         return NOTE, f"unknown: no {words}, weights by position alone, in the baseline's model"
-    text = f"{reference.arm.name}, weights by position alone, has {reference.sample.mean:+.4f}"
-    text += f" [{bounds[0]:+.4f}, {bounds[1]:+.4f}] to {reference.baseline.name}"
+    text = f"{reference.arm.name}, weights by position alone, is {reference.sample.mean:+.4f}"
+    text += f" [{bounds[0]:+.4f}, {bounds[1]:+.4f}] relative to {reference.baseline.name}"
     text += gap.content_source
     if bounds[0] <= 0:
         return WARNING, f"{text}: raise train.steps, or take a task that needs content"

@@ -37,13 +37,14 @@ _LEGEND = (
     "Margin: the smallest difference that the claim counts. Attention: what standard gains by it in"
     " this setting. REFUTED: the interval excludes the claim. EQUIVALENT: it excludes the claim and"
     " lies within ± the margin. UNDERPOWERED: undecided. At these rates: a finer search for rates"
-    " may change the answer. Where content is not shown to matter: in this setting standard is"
-    " not shown to be better than `static_scores`, learned weights by position that look at no"
-    " token, so that the answer may be about learning those; in the settings of the other claims"
-    " standard is better, or this was not measured. Most answers hold barring rare failed runs;"
-    " each section has its conditions. Parts whose verdict differs from the claim's are marked"
-    " with it. An interval of 90 % has the one-sided bounds of 95 % that decide: adjusted for the"
-    " parts of a claim, not for the number of claims, with the test documents held fixed."
+    " may change the answer. On these documents: so may other test documents, over which no"
+    " interval here varies. Where content is not shown to matter: in this setting standard is not"
+    " shown to be better than `static_scores`, learned weights by position that look at no token,"
+    " so that the answer may be about learning those; in the settings of other claims this was"
+    " mostly not measured. Most answers hold barring rare failed runs; each section has its"
+    " conditions. Parts whose verdict differs from the claim's are marked with it. Intervals are"
+    " of 90 %, so that their ends are one-sided bounds of 95 %; the tests that decide are"
+    " adjusted for the parts of a claim, not for the number of claims."
 )
 _OTHER_SEEDS = "Other seeds would give other numbers; the intervals say by how much"
 _HOW = """
@@ -164,7 +165,7 @@ def _format_claim(studied: StudiedClaim, pictures: set[str], histories: set[str]
     lines += [f"> {escape_markdown(claim.says)}", "", f"From {escape_markdown(claim.source)}.", ""]
     lines += [f"**{escape_markdown(studied.verdict)}**", ""]
     if claim.name in histories:
-        text = "What was tried before, and what to doubt"
+        text = "Earlier registrations and limitations"
         lines += [f"{text}: [{REGISTRATIONS}]({REGISTRATIONS}#{claim.name}).", ""]
     lines += [f"- exploratory: {escape_markdown(reason)}" for reason in judgement.exploratory]
     lines += [f"- on {dataset}: {word}" for dataset, word in judgement.datasets.items()]

@@ -51,7 +51,7 @@ def test_claim_is_read_by_another_of_its_setting(world, lead, state):
     itself = train(world, table(), lead)
     check = content_of(made, keys)
     assert check.state == state
-    assert "to standard-d16-h2 in the same setting (claim table)" in check.message
+    assert "relative to standard-d16-h2 in the same setting (claim table)" in check.message
     assert "not needed" in content_of(itself, table()).message
 
 
@@ -77,7 +77,7 @@ def test_rates_and_seeds_are_no_setting_and_most_pairs_count(world):
     made = train(world, keys, 0.0)
     for seeds, lead in ((5, 0.5), (6, -0.5), (4, 0.5)):
         train(world, table(seeds, {"optim.lr": "2e-3"}), lead)
-    assert "has -0.498" in content_of(made, keys).message
+    assert "is -0.498" in content_of(made, keys).message
 
 
 def test_sites_have_references_of_their_own(world):

@@ -516,7 +516,7 @@ def test_baseline_has_to_beat_weights_by_position(cached_world, lead, margin, st
     check = next(check for check in gaps["no_q"].audit if check.name == "content")
     assert check.state == state
     size = re.search(
-        r"static_scores-d16-h2, weights by position alone, has ([-+.\d]+) ", check.message
+        r"static_scores-d16-h2, weights by position alone, is ([-+.\d]+) ", check.message
     )
     assert float(size[1]) == pytest.approx(lead, abs=3e-3)
     assert check.message.endswith(words)
