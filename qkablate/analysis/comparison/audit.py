@@ -18,6 +18,7 @@ from qkablate.sweeps.planning.tuning_losses import OUTLIER, SOLVED
 from qkablate.table import format_list
 
 ANNEALED = 0.1  # of the peak: largest final learning rate of an annealed run
+_MANY = 0.25  # of an arm's runs: as many failures are no rare ones
 _LEAST_ERROR = 5e-5  # of an error over documents: a smaller one shows as 0.0000
 TOLERANCE = 0.01  # relative difference of parameters or FLOPs that counts as matched
 
@@ -71,7 +72,7 @@ def audit(
     answers = {
         "runs": _check_completeness(sides),
         "pairs": _check_pairs(gap),
-        "learning rate": _check_rates(sides, curves, margin or detectable, in_claim),
+        "learning rate": _check_rates(gap, curves, margin or detectable, in_claim),
         "annealed": _check_annealing(sides),
         "matched": _check_matching(sides, axis),
         "initialization": _check_initialization(sides),
@@ -148,8 +149,9 @@ def _check_pairs(gap: Gap) -> Answer:
 
 
 def _check_rates(
-    sides: Sides, curves: dict[str, LrCurve], margin: float | None, in_claim: bool
+    gap: Gap, curves: dict[str, LrCurve], margin: float | None, in_claim: bool
 ) -> Answer:
+    sides = gap.sides
     tune, seeds = "sweep.tune=true", "sweep.tuning_seeds"
     if in_claim:
         tune, seeds = "tuning_seeds: 3", "tuning_seeds"
@@ -195,12 +197,35 @@ def _check_rates(
         message += f"; solved in tuning, but not by {' and '.join(unsolved)}"
     if uncertain:
         message += f"; no minimum is certain for {' and '.join(uncertain)}"
+    if not unsolved and (failures := _describe_failures(gap.runs, sides, tuned)):
+        unsolved.append(failures)
+        message += f"; {failures}"
     if unsolved or uncertain:
         return WARNING, f"{message}: raise {seeds}"
     message += f"; a finer search would gain {max(excess):.4f} at most (95 % bound)"
     # An excess that shows as 0.0000 is rounding, also where seeds agree exactly.
     coarse = margin is not None and max(excess) > max(margin / 3, 5e-5)
     return WARNING if coarse else OK, message
+
+
+def _describe_failures(pairs: Pairs, sides: Sides, tuned: dict[str, LrCurve]) -> str:
+    """Return in how many pairs an arm ends far above what tuning led to expect, if in many.
+
+    A search on few seeds may choose rates at which most others fail. What a pair's seed does to
+    both of its runs cancels.
+    """
+    losses = [entry.rates and tuned[entry.name].loss_near(entry.rates) for entry in sides]
+    if losses[0] is None or losses[1] is None:
+        return ""
+    expected = losses[0] - losses[1]
+    vals = [(run.val, other.val) for run, other in pairs]
+    excess = [a - b - expected for a, b in vals if a is not None and b is not None]
+    for entry, sign in zip(sides, (1, -1), strict=True):
+        failed = sum(sign * value > OUTLIER for value in excess)
+        if failed > _MANY * len(excess):
+            text = f"{entry.name} ends {OUTLIER:g} or more above what tuning led to expect"
+            return f"{text} in {failed} of {len(excess)} pairs"
+    return ""
 
 
 def _check_annealing(sides: Sides) -> Answer:

@@ -60,6 +60,15 @@ class LrCurve:
             return True
         return rates in (self.best, choose_rates(self.losses, rules=1)[0])
 
+    def loss_near(self, rates: Rates) -> float | None:
+        """Return the mean loss at the rates that were tried nearest to some; None if unknown."""
+
+        def distance(tried: Rates) -> float:
+            return math.hypot(*(math.log(a / b) for a, b in zip(tried, rates, strict=True)))
+
+        nearest = min(self.means, key=distance, default=None)
+        return None if nearest is None else self.means[nearest]
+
     @property
     def is_on_edge(self) -> bool:
         """True if the best rates are not bracketed by finite losses in each dimension.

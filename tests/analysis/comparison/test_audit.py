@@ -140,6 +140,7 @@ def test_untuned_rates_are_a_warning(pair):
 def bowl(least):
     return lambda run: (
         2
+        + 0.3 * is_arm(run)
         + math.log(run.changes["optim.lr"] / least(run)) ** 2 / 10
         + math.log(run.changes.get("variant.lr", 1.4) / 1.4) ** 2 / 50
         if run.tuning
@@ -170,6 +171,23 @@ def test_task_that_is_solved_in_tuning_alone_is_a_warning(cached_world, is_solve
     assert found.state == (OK if is_solved else WARNING)
     message = "solved in tuning, but not by 2 of 3 runs of no_q-d16-h2: raise sweep.tuning_seeds"
     assert found.message.endswith(message) == (not is_solved)
+
+
+@pytest.mark.parametrize(("failed", "is_warned"), [(1, False), (2, True), (3, True)])
+@pytest.mark.parametrize("side", ["no_q", "standard"])
+def test_rates_at_which_other_seeds_fail_are_a_warning(cached_world, side, failed, is_warned):
+    """The seeds of tuning were lucky; a failure in one run of four is no rare one."""
+    usual = bowl(lambda run: 1e-3)
+
+    def loss(run):
+        fails = run.arm.startswith(side) and run.changes["seed"] < failed and not run.tuning
+        return usual(run) + (0.5 if fails else 0.0)
+
+    world = cached_world("variant=standard,no_q", "seed=range(4)", "sweep.tune=true").finish(loss)
+    found = checks(world)["learning rate"]
+    assert found.state == (WARNING if is_warned else OK)
+    text = f"{side}-d16-h2 ends 0.05 or more above what tuning led to expect in {failed} of 4 pairs"
+    assert (text in found.message) == is_warned
 
 
 def test_best_rate_on_the_edge_is_reported_with_its_arm(cached_world):

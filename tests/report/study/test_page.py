@@ -70,8 +70,10 @@ def test_figures_of_the_readme_are_those_of_the_claims(studied):
     gap = blocks.deciding[0].gaps[1]  # what is subtracted: one W with four heads, in GPT-2's block
     assert (gap.arm.arm.variant, gap.arm.arm.config.model.mlp) == ("merged_w", "gelu")
     found["four_heads"] = (gap.sample.mean, *gap.sample.interval(LEVEL))
-    low, lost, high = sorted(map(abs, found["part_of_speech", "shared"]))
-    assert f"{lost:.3f} [{low:.3f}, {high:.3f}] of accuracy" in readme
+    lost = {"part_of_speech": "shared", "optimizer_matters": "shared_qk"}
+    for (claim, part), end in zip(lost.items(), (" of accuracy", " under Muon"), strict=True):
+        low, size, high = sorted(map(abs, found[claim, part]))
+        assert f"{size:.3f} [{low:.3f}, {high:.3f}]{end}" in readme
     better = [("merged_performance", "loss"), ("low_rank", "full_is_worse"), "four_heads"]
     better.append(("without_both", "by_position"))
     for mean, low, high in map(found.get, better):
