@@ -15,6 +15,7 @@ from qkablate.sweeps.planning.tuning_losses import (
     find_best_rates,
     find_outlying_rates,
     find_solved_rates,
+    loss_near,
     mean_losses,
 )
 
@@ -28,6 +29,7 @@ class LrCurve:
     arm: str
     losses: Losses
     matched_lr: float = 1.0  # of the arm's circuit
+    chosen: Rates | None = None  # by the search, if there was one
 
     @property
     def lacks_circuit_rates(self) -> bool:
@@ -56,18 +58,13 @@ class LrCurve:
 
     def is_tuned(self, rates: Rates | None) -> bool:
         """Return whether these are the best rates tried, those that tuning chooses, or between."""
-        if rates not in self.losses or rates in self.solved:
+        if rates not in self.losses or rates in self.solved or rates == self.chosen:
             return True
         return rates in (self.best, choose_rates(self.losses, rules=1)[0])
 
     def loss_near(self, rates: Rates) -> float | None:
         """Return the mean loss at the rates that were tried nearest to some; None if unknown."""
-
-        def distance(tried: Rates) -> float:
-            return math.hypot(*(math.log(a / b) for a, b in zip(tried, rates, strict=True)))
-
-        nearest = min(self.means, key=distance, default=None)
-        return None if nearest is None else self.means[nearest]
+        return loss_near(self.losses, rates)
 
     @property
     def is_on_edge(self) -> bool:
@@ -143,8 +140,9 @@ def find_lr_curves(study: Study) -> dict[str, LrCurve]:
             if entry.rates is not None and (known := known_losses(entry.records)):
                 losses.setdefault(entry.arm.name, {})[entry.rates] = known
         losses = {arm: by_rates for arm, by_rates in losses.items() if len(by_rates) >= 3}
+    chosen = {arm: search.rates for arm, search in study.lr_searches.items()}
     return {
-        arm: LrCurve(arm, by_rates, study.arms[arm].matched_lr)
+        arm: LrCurve(arm, by_rates, study.arms[arm].matched_lr, chosen.get(arm))
         for arm, by_rates in losses.items()
         if by_rates
     }

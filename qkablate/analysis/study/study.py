@@ -3,6 +3,7 @@
 import dataclasses
 import os
 import statistics
+from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -376,8 +377,17 @@ def group_runs(
 def tuning_losses(
     tuning: Mapping[tuple[str, Rates], Mapping[Seeds, Record]], arm: str
 ) -> dict[Rates, dict[Seeds, float | None]]:
-    """Return the validation losses of an arm's tuning runs that have a result."""
+    """Return the validation losses of an arm's tuning runs that have a result.
+
+    Only those with the seeds of the search: others confirm its choice, at a few of the rates.
+    """
     losses = {rates: known_losses(own) for (name, rates), own in tuning.items() if name == arm}
+    counts = Counter(seed for own in losses.values() for seed in own)
+    searched = {seed for seed, count in counts.items() if count > max(counts.values()) / 2}
+    losses = {
+        rates: {seed: loss for seed, loss in own.items() if seed in searched}
+        for rates, own in losses.items()
+    }
     return {rates: by_seed for rates, by_seed in losses.items() if by_seed}
 
 

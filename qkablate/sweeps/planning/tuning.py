@@ -4,32 +4,38 @@ Every arm is searched in `optim.lr`, and in `variant.lr`, the rate of its change
 standard, of QK; one without either, as uniform attention, in `optim.lr` alone. All arms get the
 same number of runs to begin with: where there are three circuit rates to one, each point has a
 third of the seeds. Rates beside the best are added until it lies inside, then some half a step from
-it, where the loss is nearly quadratic. The next runs are a pure function of the results, so that
-every process derives the same ones at any time.
+it, where the loss is nearly quadratic. Rates chosen on a third of the seeds are trained with the
+other seeds, too, and lower ones if these end far above the loss that was found: a seed may be lucky
+at rates at which most fail. The next runs are a pure function of the results, so that every process
+derives the same ones at any time.
 """
 
 import itertools
 import math
 from collections import defaultdict
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 from qkablate.config import KEYS
 from qkablate.errors import UserError
 from qkablate.sweeps.planning.manifest import Arm, Changes, Manifest, Rates, SweepRun
 from qkablate.sweeps.planning.tuning_losses import (
+    OUTLIER,
     RULES,
     Losses,
     find_best_rates,
     find_outlying_rates,
+    loss_near,
+    lower_rates,
     mean_losses,
 )
 
 FACTOR = 2.0
 POINTS = 5
 CIRCUITS = 3  # rates of the circuit, to begin with
-TUNING_RUNS = 21  # of an arm at least, with three seeds: 15 first ones, 6 between
+TUNING_RUNS = 23  # of an arm, with three seeds: 15 first ones, 6 between, 2 that confirm
+LOWER = 3  # the most lower rates that are tried where the chosen ones fail with other seeds
 EXTENSIONS = 6  # the most rates beyond the ladder; times CIRCUITS where the circuit has several
 _BOUNDS = {key: KEYS[key].bounds or (0, 1) for key in ("optim.lr", "variant.lr")}
 FindResult = Callable[[SweepRun], Mapping[str, Any] | None]
@@ -44,17 +50,15 @@ class LrSearch:
     rates: Rates | None  # the choice, once there is one
     state: str  # tuning, chosen, on the edge, stuck (a run failed), diverged (everywhere)
     at_minimum: bool = False  # the choice is a minimum between the rates tried
+    confirmed: Losses = field(default_factory=dict)  # losses with the seeds that search did not use
 
     @property
     def runs(self) -> int:
-        return sum(len(by_seed) for by_seed in self.losses.values())
+        tried = [*self.losses.values(), *self.confirmed.values()]
+        return sum(len(by_seed) for by_seed in tried)
 
     def to_json(self) -> dict[str, Any]:
         """Return the search as JSON values."""
-        losses = [
-            {**rates._asdict(), "by_seed": [*self.losses[rates].values()]}
-            for rates in sorted(self.losses)
-        ]
         return {
             "arm": self.arm,
             "state": self.state,
@@ -62,8 +66,13 @@ class LrSearch:
             "at_minimum": self.at_minimum,
             "runs": self.runs,
             "outliers": [rates._asdict() for rates in find_outlying_rates(self.losses)],
-            "val_loss": losses,
+            "val_loss": _losses_to_json(self.losses),
+            "confirmed": _losses_to_json(self.confirmed),
         }
+
+
+def _losses_to_json(losses: Losses) -> list[dict[str, Any]]:
+    return [{**rates._asdict(), "by_seed": [*losses[rates].values()]} for rates in sorted(losses)]
 
 
 Searches = dict[str, tuple[list[SweepRun], LrSearch]]  # by arm, with the runs that follow
@@ -81,12 +90,26 @@ def tuning_runs(arm: Arm, rates: list[float], seeds: list[int]) -> list[SweepRun
 
 
 def refinement_sizes(manifest: Manifest) -> dict[str, int]:
-    """Return the number of runs half a step from the best rates, with which a search ends."""
+    """Return the number of runs that end a search: half a step from the best, and to confirm it.
+
+    Those at lower rates, where the chosen ones fail, are not counted.
+    """
     seeds = defaultdict[str, set[int]](set)
     for run in manifest.runs:
         seeds[run.arm].add(int(run.changes["seed"]))
     arms = manifest.arms if manifest.finals else {}  # otherwise none is searched
-    return {name: len(seeds[name]) * len(_half_steps(arm)) for name, arm in arms.items()}
+    others = {name: _other_seeds(manifest, seeds[name]) for name in arms}
+    return {
+        name: len(seeds[name]) * len(_half_steps(arm)) + len(others[name])
+        for name, arm in arms.items()
+    }
+
+
+def _other_seeds(manifest: Manifest, used: set[int]) -> list[int]:
+    """Return the tuning seeds that an arm's search has not used, to confirm its choice."""
+    if manifest.tuning_rules < 3:
+        return []
+    return [seed for seed in manifest.tuning_seeds if seed not in used]
 
 
 def lr_ladder(rates: list[float], own: float) -> list[float]:
@@ -151,8 +174,9 @@ def next_runs(
         tried[run.arm].append(run)
     all_runs, searches = [], []
     for name, arm in manifest.arms.items():
+        others = _other_seeds(manifest, {int(run.changes["seed"]) for run in tried[name]})
         runs, search = finished.get(name) or _search(
-            arm, tried[name], find_result, manifest.tuning_rules
+            arm, tried[name], find_result, manifest.tuning_rules, others
         )
         if search.rates is not None and name not in finished:
             changes = _changes(arm, search.rates)
@@ -165,7 +189,11 @@ def next_runs(
 
 
 def _search(
-    arm: Arm, tried: list[SweepRun], find_result: FindResult, rules: int = RULES
+    arm: Arm,
+    tried: list[SweepRun],
+    find_result: FindResult,
+    rules: int = RULES,
+    others: Sequence[int] = (),  # seeds to confirm the choice by
 ) -> tuple[list[SweepRun], LrSearch]:
     """Return the runs beyond the ladder that this arm needs, and its search."""
     seeds = sorted({int(run.changes["seed"]) for run in tried})
@@ -186,9 +214,14 @@ def _search(
         if refined:
             from qkablate.sweeps.planning.surface import choose_rates  # numpy and scipy are slow
 
-            rates, surface = choose_rates(losses, rules)
-            search = LrSearch(arm.name, losses, rates, "chosen", surface is not None)
-            return beyond + refined, search
+            chosen, surface = choose_rates(losses, rules)
+            confirming, confirmed, state = _confirm(arm, chosen, losses, others, find_result)
+            runs = beyond + refined + confirming
+            if state != "chosen":
+                return runs, LrSearch(arm.name, losses, None, state, confirmed=confirmed)
+            rates = _choose_confirmed(chosen, confirmed)
+            at_minimum = surface is not None and rates == chosen
+            return runs, LrSearch(arm.name, losses, rates, state, at_minimum, confirmed)
         means, wanted = mean_losses(losses), _rates_beside_best(arm, losses, rules)
         within = [rates for rates in wanted if _is_allowed(rates)]
         if not wanted:
@@ -204,6 +237,36 @@ def _search(
             rates = min(means, key=means.__getitem__)
             return beyond, LrSearch(arm.name, losses, rates, "on the edge")
         beyond += [_run(arm, rates, seed) for rates in within for seed in seeds]
+
+
+def _confirm(
+    arm: Arm, chosen: Rates, losses: Losses, seeds: Sequence[int], find_result: FindResult
+) -> tuple[list[SweepRun], dict[Rates, dict[int, float | None]], str]:
+    """Return runs of the chosen rates with other seeds, their losses, and the search's state.
+
+    While one of them ends far above the loss that the search has found, lower rates follow.
+    """
+    runs: list[SweepRun] = []
+    confirmed: dict[Rates, dict[int, float | None]] = {}
+    for rates in [chosen, *lower_rates(losses, chosen, math.sqrt(FACTOR), LOWER)] if seeds else []:
+        runs += [_run(arm, rates, seed) for seed in seeds]
+        for run in runs[-len(seeds) :]:
+            result = find_result(run)
+            if result is None or result["status"] == "failed":
+                return runs, confirmed, "tuning" if result is None else "stuck"
+            loss = result["loss"]["val"] if result["status"] == "done" else None
+            confirmed.setdefault(rates, {})[int(run.changes["seed"])] = loss
+        found = loss_near(losses, rates)
+        limit = math.inf if found is None else found + OUTLIER
+        if all(loss is not None and loss <= limit for loss in confirmed[rates].values()):
+            break
+    return runs, confirmed, "chosen"
+
+
+def _choose_confirmed(chosen: Rates, confirmed: Losses) -> Rates:
+    """Return the rates of the least mean loss with the other seeds; the chosen ones if all fail."""
+    means = mean_losses(confirmed)
+    return min(means, key=means.__getitem__, default=chosen)
 
 
 def _rates_beside_best(arm: Arm, losses: Losses, rules: int) -> list[Rates]:

@@ -8,8 +8,9 @@ from typing import Any
 from qkablate.sweeps.planning.manifest import Rates
 
 OUTLIER = 0.05  # nats: a loss so far above those beside it is a failure of training
-# Of the choice of rates; by 1, of earlier sweeps, the least loss also where a task is solved.
-RULES = 2
+# Of the choice of rates. Of earlier sweeps: by 1 the least loss also where a task is solved, by 2
+# without a confirmation on other seeds.
+RULES = 3
 SOLVED = 0.01  # nats: a task is solved there; of two such losses the smaller is no better
 Seed = Any  # one seed of several, or all of a run
 Losses = Mapping[Rates, Mapping[Seed, float | None]]  # None: diverged
@@ -76,6 +77,32 @@ def find_best_rates(losses: Losses, rules: int = RULES) -> Rates | None:
         return choose_middle(solved)
     means, failed = mean_losses(losses), find_outlying_rates(losses)
     return min(means, key=lambda rates: (rates in failed, means[rates]), default=None)
+
+
+def loss_near(losses: Losses, rates: Rates) -> float | None:
+    """Return the mean loss at the rates that were tried nearest to some; None if unknown."""
+
+    def distance(tried: Rates) -> float:
+        return math.hypot(*(math.log(a / b) for a, b in zip(tried, rates, strict=True)))
+
+    means = mean_losses(losses)
+    nearest = min(means, key=distance, default=None)
+    return None if nearest is None else means[nearest]
+
+
+def lower_rates(losses: Losses, rates: Rates, step: float, most: int) -> list[Rates]:
+    """Return the best rates tried at lower and lower values of `optim.lr`, a step apart at least.
+
+    Those with outliers are left out.
+    """
+    means, failed = mean_losses(losses), find_outlying_rates(losses)
+    found: list[Rates] = []
+    for lr in sorted({tried.lr for tried in means}, reverse=True):
+        above = found[-1].lr if found else rates.lr
+        row = [tried for tried in means if tried.lr == lr and tried not in failed]
+        if row and above / lr > step * 0.99 and len(found) < most:
+            found.append(min(row, key=means.__getitem__))
+    return found
 
 
 def find_outlying_rates(losses: Losses) -> list[Rates]:

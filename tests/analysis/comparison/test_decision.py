@@ -115,7 +115,7 @@ def test_sizes_of_one_variant_get_a_bare_decision(cached_world):
 def test_cost_of_tuning_counts_the_arms_without_their_circuit_rates(cached_world):
     world = cached_world(*BOTH).finish(by_rate(0.2, -0.1))
     plan = describe_study(world.study()).tuning
-    assert plan.runs == 2 * (21 + 4)
+    assert plan.runs == 2 * (23 + 4)
     assert plan.seconds == plan.runs * 1.0  # each result says 1.0 s
     for run in world.runs():
         world.write(run, {"program_runs": 4})

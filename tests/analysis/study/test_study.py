@@ -2,6 +2,7 @@
 
 import json
 import math
+from collections import Counter
 from itertools import pairwise
 from pathlib import Path
 
@@ -10,7 +11,7 @@ import pytest
 from qkablate.analysis.comparison.gaps import find_families
 from qkablate.analysis.comparison.summary import describe_study
 from qkablate.analysis.study.loss_curves import START, TRAIN, VAL, read_loss_curves
-from qkablate.analysis.study.study import read_facts, read_study
+from qkablate.analysis.study.study import read_facts, read_study, tuning_losses
 from qkablate.errors import UserError
 from qkablate.runs.lease import hold_lease
 from tests.analysis.worlds import describe_checked
@@ -570,12 +571,13 @@ def test_tuning_runs_are_not_compared(cached_world):
     )
     study = world.study()
     assert study.is_complete
-    assert study.expected == len(world.runs()) == 2 * (21 + 2)
+    assert study.expected == len(world.runs()) == 2 * (23 + 2)
     assert [entry.rate for entry in study.entries] == [1e-3, 1e-3]
     assert {dict(key)["seed"] for entry in study.entries for key in entry.records} == {0, 1}
     tuning = [record for records in study.tuning.values() for record in records.values()]
-    assert len(tuning) == 42
-    assert {dict(record.seeds)["seed"] for record in tuning} == {1000}  # of three: two rates
+    seeds = Counter(dict(record.seeds)["seed"] for record in tuning)
+    assert seeds == {1000: 42, 1001: 2, 1002: 2}  # two rates are searched; the others confirm
+    assert all(len(own) == 1 for own in tuning_losses(study.tuning, "no_q-d16-h2").values())
     assert all(record.test is None and record.val is not None for record in tuning)
 
 

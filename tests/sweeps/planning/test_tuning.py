@@ -18,6 +18,7 @@ from qkablate.sweeps.planning.manifest import Rates
 from qkablate.sweeps.planning.tuning import (
     CIRCUITS,
     EXTENSIONS,
+    LOWER,
     circuit_ladder,
     lr_ladder,
     next_runs,
@@ -350,7 +351,68 @@ def test_minimum_between_the_rates_is_found_in_both_dimensions(two_dimensional, 
         own = [run for run in finals if run.arm == search.arm]
         assert {(r.changes["optim.lr"], r.changes["variant.lr"]) for r in own} == {search.rates}
         tried = [run for run in known.values() if run.tuning and run.arm == search.arm]
-        assert len(tried) == search.runs <= 15 + CIRCUITS * EXTENSIONS + 6
+        assert len(tried) == search.runs <= 15 + CIRCUITS * EXTENSIONS + 6 + 2
+
+
+def confirming(manifest, known, arm="no_q-d16-h2"):
+    """Return the octaves of the rates that an arm's search has confirmed, and the seeds."""
+    runs = [run for run in known.values() if run.tuning and run.arm == arm]
+    runs = [run for run in runs if run.changes["seed"] != SEEDS[0]]
+    return sorted({octave(run) for run in runs}), {run.changes["seed"] for run in runs}
+
+
+def test_choice_is_confirmed_on_the_other_seeds(two_dimensional):
+    known, results = trained(two_dimensional, bowl_around(0, 0.5))
+    searches, _ = search_rates(two_dimensional, results)
+    assert confirming(two_dimensional, known) == ([0], {*SEEDS[1:]})
+    search = searches["no_q-d16-h2"]
+    assert [*search.confirmed] == [search.rates]
+    assert search.to_json()["confirmed"][0]["by_seed"] == [*search.confirmed[search.rates].values()]
+    assert not searches["uniform-d16-h2"].confirmed  # all seeds have searched
+    earlier = replace(two_dimensional, tuning_rules=2)
+    known, results = trained(earlier, bowl_around(0, 0.5))
+    assert confirming(earlier, known) == ([], set())
+
+
+@pytest.mark.parametrize("failure", [done(9.0), DIVERGED])
+@pytest.mark.parametrize(("highest", "chosen"), [(0, 0), (-0.6, -1), (-1.4, -2)])
+def test_lower_rates_are_chosen_where_other_seeds_fail(two_dimensional, failure, highest, chosen):
+    """All seeds but that of the search fail at higher rates."""
+    usual = bowl_around(0, 0.5)
+
+    def world(run):
+        fails = run.changes["seed"] != SEEDS[0] and octave(run) > highest
+        return failure if fails and "variant.lr" in run.changes else usual(run)
+
+    known, results = trained(two_dimensional, world)
+    searches, finals = search_rates(two_dimensional, results)
+    search = searches["no_q-d16-h2"]
+    assert (search.state, search.at_minimum) == ("chosen", chosen == 0)
+    assert math.log2(search.rates.lr / MIDDLE) == pytest.approx(chosen, abs=0.1)
+    tried, _ = confirming(two_dimensional, known)
+    assert len(tried) == len(search.confirmed) <= 1 + LOWER
+    own = [run for run in finals if run.arm == search.arm]
+    assert {(r.changes["optim.lr"], r.changes["variant.lr"]) for r in own} == {search.rates}
+
+
+def test_choice_stands_where_the_other_seeds_diverge_at_all_rates(two_dimensional):
+    usual = bowl_around(0, 0.5)
+
+    def world(run):
+        return DIVERGED if run.changes["seed"] in SEEDS[1:] else usual(run)
+
+    _, results = trained(two_dimensional, world)
+    search = search_rates(two_dimensional, results)[0]["no_q-d16-h2"]
+    assert search.rates == nearly(MIDDLE, 2**0.5)
+    assert len(search.confirmed) == 1 + LOWER
+
+
+@settings(deadline=None, max_examples=5)
+@given(st.integers(0, 2**32), st.integers(0, 2**32))
+def test_confirmation_is_independent_of_the_order_of_results(two_dimensional, chance, order):
+    known, results = trained(two_dimensional, random_world(chance))
+    others, same = trained(two_dimensional, random_world(chance), random.Random(order))
+    assert (known.keys(), results) == (others.keys(), same)
 
 
 def test_given_circuit_rate_is_not_searched(expand):
