@@ -16,7 +16,7 @@ from qkablate.report.section import Section, share_styles
 
 ONE = ("variant=standard,no_q", "seed=range(2)")
 FULL = ("variant=standard,no_q", "model.d_model=16,32", "seed=range(2)", "sweep.tune=true")
-RUNS = 107  # 8 final runs, and those of tuning
+RUNS = 137  # 8 final runs, and those of tuning
 SIGNS = ("\x1b", "\x07", "\u202e", "\u2028", "\u2029", "\u200b")  # that steer, or hide
 WORDS = ("<script>alert(1)</script>", '"><img src=x onerror=alert(1)>', "</script>", "<!--")
 WORDS += ("${x}", "{{7*7}}", "{% raw %}", "&lt;b&gt;", "'onfocus='alert(1)")

@@ -264,9 +264,12 @@ def _confirm(
 
 
 def _choose_confirmed(chosen: Rates, confirmed: Losses) -> Rates:
-    """Return the rates of the least mean loss with the other seeds; the chosen ones if all fail."""
+    """Return the chosen rates, or lower ones where other seeds end far above them there."""
     means = mean_losses(confirmed)
-    return min(means, key=means.__getitem__, default=chosen)
+    best = min(means, key=means.__getitem__, default=chosen)
+    # All seeds may end higher than that of the search, at any rates.
+    is_failure = means.get(chosen, math.inf) > means.get(best, math.inf) + OUTLIER
+    return best if is_failure else chosen
 
 
 def _rates_beside_best(arm: Arm, losses: Losses, rules: int) -> list[Rates]:

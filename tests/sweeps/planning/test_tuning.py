@@ -395,6 +395,18 @@ def test_lower_rates_are_chosen_where_other_seeds_fail(two_dimensional, failure,
     assert {(r.changes["optim.lr"], r.changes["variant.lr"]) for r in own} == {search.rates}
 
 
+def test_choice_stands_where_other_seeds_end_higher_at_all_rates(two_dimensional):
+    usual = bowl_around(0, 0.5)
+
+    def world(run):
+        loss = usual(run)["loss"]["val"]
+        return done(loss + (0.3 if run.changes["seed"] != SEEDS[0] else 0.0))
+
+    _, results = trained(two_dimensional, world)
+    search = search_rates(two_dimensional, results)[0]["no_q-d16-h2"]
+    assert (search.rates, search.at_minimum) == (nearly(MIDDLE, 2**0.5), True)
+
+
 def test_choice_stands_where_the_other_seeds_diverge_at_all_rates(two_dimensional):
     usual = bowl_around(0, 0.5)
 
