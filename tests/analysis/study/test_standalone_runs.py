@@ -617,4 +617,4 @@ def test_trained_runs_are_a_pair(train, tmp_path):
     assert standard.arm.flops > no_q.arm.flops > 0
     assert all(record.loss_curves["val/loss"] for record in study.records)
     found = describe_checked(study)
-    assert len(found.gaps[0].audit) == 14
+    assert len(found.gaps[0].audit) == 15
