@@ -20,6 +20,7 @@ from qkablate.sweeps.planning.tuning_losses import (
 )
 
 _FAR = math.log(4) * 1.01  # distance from the best rate in ln lr that its sensitivity covers
+_WIDEST = math.log(1e4)  # distance in ln lr beyond which the end of an interval is not told
 
 
 @dataclass(frozen=True)
@@ -91,7 +92,10 @@ class LrCurve:
 
     @property
     def optimum_interval(self) -> Interval | None:
-        """Interval of the best `optim.lr`: Fieller's, or of the delta method in two dimensions."""
+        """Interval of the best `optim.lr`: Fieller's, or of the delta method in two dimensions.
+
+        None where any rate is possible: the surface may be flat.
+        """
         fit = self.surface
         if fit is None:
             return None
@@ -101,7 +105,9 @@ class LrCurve:
             half = float(stats.t.isf(ALPHA / 2, fit.freedom))
             half *= math.sqrt(float(fit.offset_covariance[0, 0]))
             ends = float(fit.offset[0]) - half, float(fit.offset[0]) + half
-        return ends and (fit.center.lr * math.exp(ends[0]), fit.center.lr * math.exp(ends[1]))
+        if ends is None or max(map(abs, ends)) > _WIDEST:
+            return None
+        return fit.center.lr * math.exp(ends[0]), fit.center.lr * math.exp(ends[1])
 
     def sensitivity(self, initial_loss: float) -> float | None:
         """Return the mean cost, in nats, of a rate up to four times too high or too low."""

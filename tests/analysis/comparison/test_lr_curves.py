@@ -147,6 +147,26 @@ def test_parabola_equals_the_fit_of_statsmodels(seed, optimum, interval, curvatu
     assert found.optimum_interval == (interval and pytest.approx(interval, rel=1e-10))
 
 
+@pytest.mark.parametrize("curvature", [3e-3, 1e-4, 1e-6])
+def test_nearly_flat_surface_has_no_interval_of_the_optimum(curvature):
+    """Expect no overflow where, in two dimensions, the ends are thousands of e-folds away."""
+    noise = itertools.cycle((0.004, -0.003, 0.001, -0.002, 0.0, 0.003, -0.001))
+    found = LrCurve(
+        "an arm",
+        {
+            Rates(lr, circuit): {
+                (("seed", 0),): parabola(lr, 1e-3, curvature)
+                + parabola(circuit, CIRCUIT, curvature)
+                + next(noise)
+            }
+            for lr in LADDER
+            for circuit in (CIRCUIT / 2, CIRCUIT, CIRCUIT * 2)
+        },
+    )
+    low, high = found.optimum_interval or (0, math.inf)
+    assert low < 1e-3 < high
+
+
 def test_flat_or_concave_curve_has_no_optimum():
     for losses in ({0: lambda r: 2.0}, {0: lambda r: parabola(r, 1e-3, -0.1)}):
         fit = bowl({r: {s: losses[0](r) + s for s in (0, 1)} for r in LADDER}).surface
