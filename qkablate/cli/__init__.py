@@ -1,6 +1,7 @@
 """The command line: one file per verb, imported when the verb is called."""
 
 import os
+import shlex
 import sys
 import traceback
 from importlib import import_module
@@ -127,6 +128,9 @@ def dispatch(argv: list[str]) -> int:
         return int(import_module("qkablate.cli.completion").main(argv))
     if verb in ("-v", "-V", "version"):
         raise UserError(f"'{verb}': the version is shown by qkablate --version")
+    if (key := verb.partition("=")[0]) != verb and not verb.startswith("-"):
+        typed = shlex.join(["qkablate", "sweep" if key == "sweep" else "train", *argv])
+        raise UserError(f"a verb precedes {verb!r}: {typed}")
     if verb not in VERBS:
         raise UserError(f"verb {not_one_of(verb, VERBS, 'qkablate --help')}")
     return int(load_verb(verb).main(argv[1:]))

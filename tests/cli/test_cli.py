@@ -58,6 +58,19 @@ def test_unknown_verb(qkablate):
     )
 
 
+@pytest.mark.parametrize(
+    ("words", "typed"),
+    [
+        (["variant=merged_w", "seed=1"], "qkablate train variant=merged_w seed=1"),
+        (["sweep=worlds"], "qkablate sweep sweep=worlds"),
+    ],
+)
+def test_settings_without_a_verb(qkablate, words, typed):
+    done = qkablate(*words)
+    assert done.code == 2
+    assert done.err == f"qkablate: a verb precedes {words[0]!r}: {typed}\n"
+
+
 def test_interrupt_that_a_library_turns_into_another_error(qkablate, monkeypatch):
     def interrupted(argv):
         try:
