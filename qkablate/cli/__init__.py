@@ -130,7 +130,7 @@ def dispatch(argv: list[str]) -> int:
         raise UserError(f"'{verb}': the version is shown by qkablate --version")
     if (key := verb.partition("=")[0]) != verb and not verb.startswith("-"):
         typed = shlex.join(["qkablate", "sweep" if key == "sweep" else "train", *argv])
-        raise UserError(f"a verb precedes {verb!r}: {typed}")
+        raise UserError(f"a verb is missing before {verb!r}; type: {typed}")
     if verb not in VERBS:
         raise UserError(f"verb {not_one_of(verb, VERBS, 'qkablate --help')}")
     return int(load_verb(verb).main(argv[1:]))

@@ -68,7 +68,7 @@ def test_unknown_verb(qkablate):
 def test_settings_without_a_verb(qkablate, words, typed):
     done = qkablate(*words)
     assert done.code == 2
-    assert done.err == f"qkablate: a verb precedes {words[0]!r}: {typed}\n"
+    assert done.err == f"qkablate: a verb is missing before {words[0]!r}; type: {typed}\n"
 
 
 def test_interrupt_that_a_library_turns_into_another_error(qkablate, monkeypatch):

@@ -20,7 +20,7 @@ from qkablate.sweeps.planning.tuning_losses import (
 )
 
 _FAR = math.log(4) * 1.01  # distance from the best rate in ln lr that its sensitivity covers
-_WIDEST = math.log(1e4)  # distance in ln lr beyond which the end of an interval is not told
+_WIDEST = math.log(1e4)  # largest distance in ln lr at which an end of an interval is reported
 
 
 @dataclass(frozen=True)
@@ -94,7 +94,8 @@ class LrCurve:
     def optimum_interval(self) -> Interval | None:
         """Interval of the best `optim.lr`: Fieller's, or of the delta method in two dimensions.
 
-        None where any rate is possible: the surface may be flat.
+        None without a minimum, or if an end is more than a factor of 10⁴ from the center: the
+        surface may be flat.
         """
         fit = self.surface
         if fit is None:
