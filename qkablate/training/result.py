@@ -113,6 +113,7 @@ def make_base_result(
         },
         "tokens_per_second": None,
         "packed": packed,  # speeds of packed runs are not comparable
+        "optimizer": config.optim.optimizer,
         "precision": config.precision,
         "matmul": config.matmul,
         "device": config.device.partition(":")[0],

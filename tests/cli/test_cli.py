@@ -199,6 +199,11 @@ MISTAKES = [
     (["variant.name=''"], "variant.name: '' is not made of letters"),
     (["train.steps=1", "optim.warmup=5"], "optim.warmup: 5 is not below the 1 steps"),
     (["model.mlp_ratio=0.01"], "model.mlp_ratio: 0.01 leaves the MLP without a single unit"),
+    (["model.mlp=swiglu", "model.mlp_ratio=0"], "model.mlp: swiglu, but model.mlp_ratio=0"),
+    (
+        ["optim=muon", "variant.qk=uniform", "variant.ov=no_vo", "model.mlp_ratio=0"],
+        "optim.optimizer: muon, but the blocks have no matrices; use adamw",
+    ),
     (["-m", "--cfg", "job"], "Only one of --run, --multirun, --cfg"),
     (["--config-name", "--config-dir"], "--config-name: '--config-dir' is not a value"),
     (["x" * 300], f"'{'x' * 40}…' is too long for a key"),

@@ -199,7 +199,9 @@ def _format_limits(section: Section) -> str:
     tokens = max((arm.tokens for arm in arms), default=0)
     schedules = format_list(sorted({arm.config.optim.schedule for arm in arms}))
     names = {"adamw": "AdamW", "muon": "Muon"}
-    optimizers = format_list(sorted({names[arm.config.optim.optimizer] for arm in arms}))
+    optimizers = format_list(
+        sorted({names.get(name := arm.config.optim.optimizer, name) for arm in arms})
+    )
     data = format_list(sorted({arm.config.data.source for arm in arms}))
     precision = format_list(sorted({arm.config.precision for arm in arms}))
     counts = format_n([len(entry.losses) for entry in section.study.entries] or [0])

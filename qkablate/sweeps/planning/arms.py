@@ -14,6 +14,7 @@ from qkablate.runs.prefix import LENGTH_KEYS
 from qkablate.runs.run import run_id
 from qkablate.sweeps.planning.manifest import Arm
 from qkablate.training import hardware
+from qkablate.training.optim import check_optimizer
 from qkablate.training.resolve import build_empty_model, count_loss_blocks, resolve_lr
 from qkablate.training.vmapped.support import find_obstacle, resolve_vmap
 
@@ -49,6 +50,7 @@ class ArmResolver:
         config, hashes = resolve_circuits(hardware.resolve(requested, remote=self.remote))
         data = self._open_data(config)
         model = build_empty_model(config, data.vocabulary)
+        check_optimizer(model, config)
         attention = model.variant_layer().module
         config = resolve_lr(config, attention)
         counts = model.parameter_counts()

@@ -59,6 +59,11 @@ IMPOSSIBLE = [
     (["variant=gqa", "variant.groups=1,3"], {"gqa_g3-d16-h2"}, "3 does not divide model.heads=2"),
     (["optim.warmup=1", "train.steps=1,5"], {"standard-d16-h2-steps=1"}, "not below the 1 steps"),
     (["model.mlp_ratio=4,0.01"], {"standard-d16-h2-mlp_ratio=0.01"}, "without a single unit"),
+    (
+        ["variant.qk=separate,uniform", "variant.ov=no_vo", "model.mlp_ratio=0", "optim=muon"],
+        {"uniform+no_vo-d16-h2"},
+        "optim.optimizer: muon, but the blocks have no matrices",
+    ),
 ]
 
 
