@@ -35,8 +35,6 @@ from qkablate.attention.spec import (
 )
 
 MATCHES = ("none", "spread", "exact")
-# With a cache there are few queries against many keys, which "blocked" is not made for.
-_DECODING_KERNELS = {"static": "static", "folded": "folded", "blocked": "folded", "wide": "folded"}
 
 
 class Attention(nn.Module):
@@ -151,7 +149,8 @@ class Attention(nn.Module):
         if cache is not None:
             first = cache.length
             cache.length += x_BTD.shape[1]
-            kernel = _DECODING_KERNELS.get(kernel, "math")
+            # Of few queries against many keys, which no head should copy where they are shared.
+            kernel = "static" if kernel == "static" else "folded"
         q_BHTE, k_BGSE = self.apply_modifiers(q_BHTE, k_BGSE, first, rotated)
         o_BHTV = attend(
             q_BHTE,
