@@ -224,7 +224,9 @@ PAIRS += ("model.source=12", "model.context=12")
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("data", [("data=reverse",), COMMANDS, PAIRS], ids=lambda w: w[0][5:])
+@pytest.mark.parametrize(
+    "data", [("data=reverse", "optim=muon"), COMMANDS, PAIRS], ids=lambda w: w[0][5:]
+)
 def test_translator_on_two_processes_equals_one(qkablate, torchrun, tmp_path, data):
     """Micro-batches of padded pairs have unequally many answers."""
     rows = "".join(f"source {i}\t{'y' * (i % 9 + 1)}\n" for i in range(200))
