@@ -9,28 +9,19 @@ qkablate's weights: both must have the same loss. Warm-up and compilation are no
 """
 
 import argparse
-import statistics
-import sys
-import tempfile
-import time
 from pathlib import Path
 from typing import Any
 
 import compare_nanogpt as compare
 import torch
-from compare_nanogpt import DEFAULT, SHAPES, WARMUP, Qkablate, Shape, measure, warm_up
-from hydra import initialize_config_dir
+from compare_nanogpt import DEFAULT, SHAPES, WARMUP
 from torch import Tensor, nn
 from torch.nn import functional as F
+from torch_peer import TorchPeer, compare_with_peers, run_script
 
-from qkablate.compose.register import register
-from qkablate.config import Config, conf_dir
+from qkablate.config import Config
 from qkablate.config.variant import mlp_units
-from qkablate.errors import UserError, not_one_of
-from qkablate.training import hardware
-from qkablate.training.optim import learning_rate
-from qkablate.training.prefetcher import Prefetcher, batch_reader
-from qkablate.training.resolve import RunPlan, plan_run
+from qkablate.training.resolve import RunPlan
 
 EXAMPLE = """examples
   python scripts/compare_llama.py
@@ -97,42 +88,6 @@ class Llama(nn.Module):
         return F.cross_entropy(logits_BTV.flatten(0, 1), targets_BT.flatten())
 
 
-class TorchLlama:
-    """The plain model and a common training step for it."""
-
-    def __init__(self, plan: RunPlan, compiled: bool) -> None:
-        self.name = f"Llama block in torch (fp32, {'compiled' if compiled else 'eager'})"
-        self.config = config = plan.config
-        ours: Any = plan.build().to_empty(device="cpu").init_(config.seeds.init)
-        self.model: Any = Llama(config, plan.data.vocabulary, mlp_units(config.model))
-        copy_weights(ours, self.model)
-        self.model.to(config.device)
-        first, second = config.optim.betas
-        vectors = [p for p in self.model.parameters() if p.dim() < 2]
-        matrices = [p for p in self.model.parameters() if p.dim() >= 2]
-        self.optimizer = torch.optim.AdamW(
-            [
-                {"params": matrices, "weight_decay": config.optim.weight_decay},
-                {"params": vectors, "weight_decay": 0.0},
-            ],
-            config.optim.lr,
-            (first, second),
-            fused=True,
-        )
-        self.forward = torch.compile(self.model) if compiled else self.model
-        self.prefetcher = Prefetcher(batch_reader(config, plan.data), config.device)
-
-    def step(self, step: int) -> None:
-        for group in self.optimizer.param_groups:
-            group["lr"] = learning_rate(self.config.optim, step, int(self.config.train.steps))
-        (batch,) = self.prefetcher.take(step)
-        self.forward(*batch.inputs, batch.targets_NA).backward()
-        self.prefetcher.prefetch(step + 1)
-        nn.utils.clip_grad_norm_(self.model.parameters(), self.config.optim.clip)
-        self.optimizer.step()
-        self.optimizer.zero_grad(set_to_none=True)
-
-
 @torch.no_grad()
 def copy_weights(ours: Any, theirs: Any) -> None:
     """Copy qkablate's weights, whose matrices act on rows."""
@@ -148,81 +103,50 @@ def copy_weights(ours: Any, theirs: Any) -> None:
         module.weight.copy_(weight)
 
 
-def assert_same_loss(plan: RunPlan, peer: TorchLlama) -> None:
+def make_peers(plan: RunPlan) -> list[TorchPeer]:
+    """Return the plain model with qkablate's weights, eager and compiled."""
+    config, peers = plan.config, []
+    ours: Any = plan.build().to_empty(device="cpu").init_(config.seeds.init)
+    for compiled in (False, True):
+        model = Llama(config, plan.data.vocabulary, mlp_units(config.model))
+        copy_weights(ours, model)
+        peers.append(TorchPeer("Llama block in torch", model, plan, compiled))
+    assert_same_loss(ours.to(config.device), peers[0])
+    return peers
+
+
+@torch.no_grad()
+def assert_same_loss(ours: nn.Module, peer: TorchPeer) -> None:
     """Check that both are the same function of the same parameters."""
-    ours = plan.build().to_empty(device="cpu").init_(plan.config.seeds.init).to(plan.config.device)
     counts = [sum(p.numel() for p in model.parameters()) for model in (ours, peer.model)]
     assert counts[0] == counts[1], counts
     (batch,) = peer.prefetcher.take(0)
-    with torch.no_grad():
-        logits_BTV = ours(*batch.inputs)
-        own = F.cross_entropy(logits_BTV.flatten(0, 1).float(), batch.targets_NA.flatten())
-        other = peer.model(*batch.inputs, batch.targets_NA)
-    torch.testing.assert_close(own, other, rtol=1e-4, atol=1e-4)
+    logits_NV = ours(*batch.inputs).flatten(0, 1)
+    own = F.cross_entropy(logits_NV, batch.targets_NA.flatten())
+    torch.testing.assert_close(own, peer.model(*batch.inputs, batch.targets_NA), rtol=1e-4, atol=0)
 
 
-def run(label: str, args: argparse.Namespace, folder: Path) -> None:
-    """Print the rows of one shape."""
-    shape = SHAPES[label]
-    torch.compiler.reset()  # guards of the last shape would slow this one down
-    steps = WARMUP + args.rounds * shape.steps
-    auto = plan_run(configure(shape, "standard", steps, folder, "auto"))
-    hardware.configure_process(auto.config)
-    peers = [TorchLlama(auto, compiled) for compiled in (False, True)]
-    fp32 = plan_run(configure(shape, "standard", steps, folder, "fp32"))
-    assert_same_loss(fp32, peers[0])
-    plans = [
-        plan_run(configure(shape, name, steps, folder, precision))
-        for name in args.variants
-        for precision in dict.fromkeys((auto.config.precision, "fp32"))
-    ]
-    candidates: list[Any] = [*peers, *(Qkablate(plan) for plan in plans)]
-    warm_up(label, candidates)
-    speeds = measure(candidates, args.rounds, shape.steps, shape.batch_size * shape.context)
-    best = max((speeds[p.name] for p in peers if p in candidates), key=statistics.median)
-    for name, speed in speeds.items():
-        ratios = [a / b for a, b in zip(speed, best, strict=True)]
-        print(
-            f"{label:<7}{name:<42}{statistics.median(speed):>10,.0f}"
-            f"{statistics.median(ratios):>8.2f}  ({min(ratios):.2f} … {max(ratios):.2f})",
-            flush=True,
-        )
-
-
-def configure(shape: Shape, variant: str, steps: int, folder: Path, precision: str) -> Config:
+def configure(label: str, variant: str, rounds: int, folder: Path, precision: str) -> Config:
     """Return the config of `qkablate train model=llama_nano` with this shape."""
+    shape = SHAPES[label]
     more = ("model=llama_nano", f"precision={precision}")
-    return compare.configure(shape, variant, steps, folder, *more)
+    return compare.configure(shape, variant, WARMUP + rounds * shape.steps, folder, *more)
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=(__doc__ or "").split("\n\n")[0],
-        epilog=EXAMPLE,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
-    parser.add_argument("--shapes", default=",".join(DEFAULT), help="small, large, gpt2")
-    parser.add_argument("--variants", default="standard", help="default: standard")
-    parser.add_argument("--rounds", type=int, default=9, help="default: 9")
-    args = parser.parse_args()
-    args.shapes, args.variants = args.shapes.split(","), args.variants.split(",")
-    if wrong := next((name for name in args.shapes if name not in SHAPES), None):
-        raise UserError(f"--shapes: {not_one_of(wrong, SHAPES, '--help')}")
-    register()
-    with (
-        initialize_config_dir(str(conf_dir()), version_base="1.3"),
-        tempfile.TemporaryDirectory() as folder,
-    ):
-        config = hardware.resolve(configure(SHAPES["small"], "standard", 1, Path(folder), "auto"))
-        print(f"{compare.format_header(config)}, {time.strftime('%H:%M')}\n")
-        print(f"{'shape':<49}{'tokens/s':>10}   ratio to the best block in torch")
-        for label in args.shapes:
-            run(label, args, Path(folder))
+def compare_shape(label: str, args: argparse.Namespace, folder: Path) -> None:
+    shape = SHAPES[label]
+    tokens = shape.batch_size * shape.context
+    compare_with_peers(label, args, folder, configure, make_peers, shape.steps, tokens)
 
 
 if __name__ == "__main__":
-    try:
-        main()
-    except UserError as error:
-        print(f"compare_llama: {error}", file=sys.stderr)
-        sys.exit(2)
+    run_script(
+        __doc__ or "",
+        EXAMPLE,
+        "block in torch",
+        SHAPES,
+        ",".join(DEFAULT),
+        9,
+        configure,
+        compare_shape,
+    )

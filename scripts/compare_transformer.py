@@ -10,30 +10,21 @@ timed.
 """
 
 import argparse
-import statistics
-import sys
-import tempfile
-import time
 import warnings
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
-from typing import Any
 
-import compare_nanogpt as compare
 import torch
-from compare_nanogpt import WARMUP, Qkablate, measure, warm_up
-from hydra import compose, initialize_config_dir
+from compare_nanogpt import WARMUP
+from hydra import compose
 from torch import Tensor, nn
 from torch.nn import functional as F
+from torch_peer import TorchPeer, compare_with_peers, run_script
 
-from qkablate.compose.register import register
-from qkablate.config import Config, conf_dir, from_hydra
+from qkablate.config import Config, from_hydra
 from qkablate.data.batches import IGNORE, PAD
-from qkablate.errors import UserError, not_one_of
-from qkablate.training import hardware
-from qkablate.training.optim import learning_rate
-from qkablate.training.prefetcher import Prefetcher, batch_reader
-from qkablate.training.resolve import RunPlan, plan_run
+from qkablate.training.resolve import RunPlan
 
 EXAMPLE = """examples
   python scripts/compare_transformer.py
@@ -86,97 +77,41 @@ class Translator(nn.Module):
         return F.cross_entropy(logits_NTV.flatten(0, 1), targets_NT.flatten(), ignore_index=IGNORE)
 
 
-class TorchTransformer:
-    """nn.Transformer and a common training step for it."""
-
-    def __init__(self, shape: Shape, plan: RunPlan, compiled: bool) -> None:
-        self.name = f"nn.Transformer (fp32, {'compiled' if compiled else 'eager'})"
-        self.config = config = plan.config
-        torch.manual_seed(config.seed)
-        self.model = Translator(shape, plan.data.vocabulary).to(config.device)
-        first, second = config.optim.betas
-        self.optimizer = torch.optim.AdamW(
-            self.model.parameters(), config.optim.lr, (first, second), fused=True
-        )
-        self.forward = torch.compile(self.model) if compiled else self.model
-        self.prefetcher = Prefetcher(batch_reader(config, plan.data), config.device)
-
-    def step(self, step: int) -> None:
-        for group in self.optimizer.param_groups:
-            group["lr"] = learning_rate(self.config.optim, step, int(self.config.train.steps))
-        (batch,) = self.prefetcher.take(step)
-        self.forward(*batch.inputs, batch.targets_NA).backward()
-        self.prefetcher.prefetch(step + 1)
-        nn.utils.clip_grad_norm_(self.model.parameters(), self.config.optim.clip)
-        self.optimizer.step()
-        self.optimizer.zero_grad(set_to_none=True)
+def make_peers(plan: RunPlan, shape: Shape) -> list[TorchPeer]:
+    """Return nn.Transformer, eager and compiled."""
+    peers = []
+    for compiled in (False, True):
+        torch.manual_seed(plan.config.seed)
+        model = Translator(shape, plan.data.vocabulary)
+        peers.append(TorchPeer("nn.Transformer", model, plan, compiled))
+    return peers
 
 
-def configure(shape: Shape, variant: str, steps: int, folder: Path, precision: str) -> Config:
+def configure(label: str, variant: str, rounds: int, folder: Path, precision: str) -> Config:
     """Return the config of `qkablate train` with this shape."""
+    shape = SHAPES[label]
     words = [f"model.{key}={getattr(shape, key)}" for key in ("layers", "d_model", "heads")]
     words += ["model=nano_translator", "data=stdlib_pairs", f"data.max_length={shape.context}"]
     words += [f"model.context={shape.context}", f"train.batch_size={shape.batch_size}"]
-    words += [f"variant={variant}", f"train.steps={steps}", f"out={folder}"]
-    words.append(f"precision={precision}")
-    return from_hydra(compose("train", [*words, "tracking.wandb=disabled"]))
+    words += [f"variant={variant}", f"train.steps={WARMUP + rounds * shape.steps}"]
+    words += [f"out={folder}", f"precision={precision}", "tracking.wandb=disabled"]
+    return from_hydra(compose("train", words))
 
 
-def run(label: str, args: argparse.Namespace, folder: Path) -> None:
-    """Print the rows of one shape."""
+def compare_shape(label: str, args: argparse.Namespace, folder: Path) -> None:
     shape = SHAPES[label]
-    steps = WARMUP + args.rounds * shape.steps
-    auto = plan_run(configure(shape, "standard", steps, folder, "auto"))
-    plans = [
-        plan_run(configure(shape, name, steps, folder, precision))
-        for name in args.variants
-        for precision in dict.fromkeys((auto.config.precision, "fp32"))
-    ]
-    hardware.configure_process(auto.config)
-    peers = [TorchTransformer(shape, auto, compiled) for compiled in (False, True)]
-    candidates: list[Any] = [*peers, *(Qkablate(plan) for plan in plans)]
-    warm_up(label, candidates)
-    tokens = 2 * shape.batch_size * shape.context
-    speeds = measure(candidates, args.rounds, shape.steps, tokens)
-    of_torch = [speeds[peer.name] for peer in peers]
-    best = max(of_torch, key=statistics.median)
-    for name, speed in speeds.items():
-        ratios = [a / b for a, b in zip(speed, best, strict=True)]
-        print(
-            f"{label:<7}{name:<42}{statistics.median(speed):>10,.0f}"
-            f"{statistics.median(ratios):>8.2f}  ({min(ratios):.2f} … {max(ratios):.2f})",
-            flush=True,
-        )
-
-
-def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=(__doc__ or "").split("\n\n")[0],
-        epilog=EXAMPLE,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
-    parser.add_argument("--shapes", default="small,large", help="default: small,large")
-    parser.add_argument("--variants", default="standard", help="default: standard")
-    parser.add_argument("--rounds", type=int, default=15, help="default: 15")
-    args = parser.parse_args()
-    args.shapes, args.variants = args.shapes.split(","), args.variants.split(",")
-    if wrong := next((name for name in args.shapes if name not in SHAPES), None):
-        raise UserError(f"--shapes: {not_one_of(wrong, SHAPES, '--help')}")
-    register()
-    with (
-        initialize_config_dir(str(conf_dir()), version_base="1.3"),
-        tempfile.TemporaryDirectory() as folder,
-    ):
-        config = hardware.resolve(configure(SHAPES["small"], "standard", 1, Path(folder), "auto"))
-        print(f"{compare.format_header(config)}, {time.strftime('%H:%M')}\n")
-        print(f"{'shape':<49}{'tokens/s':>10}   ratio to the best nn.Transformer")
-        for label in args.shapes:
-            run(label, args, Path(folder))
+    tokens, peers = 2 * shape.batch_size * shape.context, partial(make_peers, shape=shape)
+    compare_with_peers(label, args, folder, configure, peers, shape.steps, tokens)
 
 
 if __name__ == "__main__":
-    try:
-        main()
-    except UserError as error:
-        print(f"compare_transformer: {error}", file=sys.stderr)
-        sys.exit(2)
+    run_script(
+        __doc__ or "",
+        EXAMPLE,
+        "nn.Transformer",
+        SHAPES,
+        "small,large",
+        15,
+        configure,
+        compare_shape,
+    )

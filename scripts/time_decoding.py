@@ -71,9 +71,9 @@ def _report(batch: int, heads: int, d_model: int, context: int, args: argparse.N
         layer(seen_BSD, cache=cache)
         size = cache.bytes_per_token()
         if name == "standard":
-            ways[name], sizes[name] = _absorbed(layer, cache, new_B1D), size
+            ways[name], sizes[name] = _own_step(layer, cache, new_B1D), size
         else:
-            ways["mla, absorbed"] = _absorbed(layer, cache, new_B1D)
+            ways["mla, absorbed"] = _own_step(layer, cache, new_B1D)
             ways["mla, by head"] = _by_head(layer, cache, new_B1D)
             sizes |= {"mla, absorbed": size, "mla, by head": size}
     tolerance = 1e-3 if dtype == torch.float32 else 0.1
@@ -99,8 +99,8 @@ def _report(batch: int, heads: int, d_model: int, context: int, args: argparse.N
         )
 
 
-def _absorbed(layer: Any, cache: Cache, new_B1D: Tensor) -> Callable[[], Tensor]:
-    """Return the layer's own step, which leaves the cache as it was."""
+def _own_step(layer: Any, cache: Cache, new_B1D: Tensor) -> Callable[[], Tensor]:
+    """Return the layer's own step at the end of the cache, which it does not lengthen."""
     length = cache.length
 
     def step() -> Tensor:

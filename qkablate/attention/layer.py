@@ -149,7 +149,7 @@ class Attention(nn.Module):
         if cache is not None:
             first = cache.length
             cache.length += x_BTD.shape[1]
-            # Of few queries against many keys, which no head should copy where they are shared.
+            # The others copy keys and values for every head that shares them.
             kernel = "static" if kernel == "static" else "folded"
         q_BHTE, k_BGSE = self.apply_modifiers(q_BHTE, k_BGSE, first, rotated)
         o_BHTV = attend(

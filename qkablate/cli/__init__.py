@@ -128,8 +128,10 @@ def dispatch(argv: list[str]) -> int:
         return int(import_module("qkablate.cli.completion").main(argv))
     if verb in ("-v", "-V", "version"):
         raise UserError(f"'{verb}': the version is shown by qkablate --version")
-    if (key := verb.partition("=")[0]) != verb and not verb.startswith("-"):
-        typed = shlex.join(["qkablate", "sweep" if key == "sweep" else "train", *argv])
+    if "=" in verb and not verb.startswith("-"):
+        default = "sweep" if verb.startswith("sweep=") else "train"
+        meant = next((word for word in argv if word in VERBS), default)
+        typed = shlex.join(["qkablate", meant, *(word for word in argv if word != meant)])
         raise UserError(f"a verb is missing before {verb!r}; type: {typed}")
     if verb not in VERBS:
         raise UserError(f"verb {not_one_of(verb, VERBS, 'qkablate --help')}")

@@ -17,7 +17,8 @@ CONFIG: Spec = {
     "background": None,
     "font": "system-ui, sans-serif",
     "view": {"stroke": None},
-    "axis": _AXIS | {"titleFontWeight": "normal", "labelFontSize": 11, "titleFontSize": 11},
+    "axis": _AXIS
+    | {"labelFlush": False, "titleFontWeight": "normal", "labelFontSize": 11, "titleFontSize": 11},
     "title": {"color": "var(--ink)", "subtitleColor": "var(--faint)"},
     "legend": {"labelColor": "var(--ink)", "labelFontSize": 12, "symbolSize": 90},
     "mark": {"invalid": "break-paths-show-path-domains"},

@@ -63,6 +63,7 @@ def test_unknown_verb(qkablate):
     [
         (["variant=merged_w", "seed=1"], "qkablate train variant=merged_w seed=1"),
         (["sweep=worlds"], "qkablate sweep sweep=worlds"),
+        (["out=here", "ls", "data=recall"], "qkablate ls out=here data=recall"),
     ],
 )
 def test_settings_without_a_verb(qkablate, words, typed):

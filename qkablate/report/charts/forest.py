@@ -37,7 +37,7 @@ def claim_chart(section: Section) -> Chart | None:
 def _part_panel(rows: list[Spec], margins: list[Spec], title: str) -> ChartPanel:
     y = base.arm_axis([row["arm"] for row in rows])
     x, ink = base.number_axis("gap", title, zero=True), "var(--ink)"
-    x |= {"axis": {"tickCount": 8, "labelOverlap": True, "labelFlush": False}}
+    x |= {"axis": {"tickCount": 8, "labelOverlap": True}}
     tooltip = base.make_tooltip(arm="part", estimate="measured", verdict="")
     encoding = {"x": x, "y": y}
     margin = {"x": x | {"field": "at"}, "y": y, "tooltip": base.make_tooltip(at="margin")}
@@ -116,7 +116,7 @@ def gap_chart(section: Section) -> Chart:
     near, far = _split_floors(floors, rows)
     color, y = base.by_variant(section, "color"), base.arm_axis(names)
     x = base.number_axis("gap", "gap, nats per token", zero=True, nice=True)
-    x |= {"axis": {"tickCount": 6, "labelOverlap": True, "labelFlush": False}}
+    x |= {"axis": {"tickCount": 6, "labelOverlap": True}}
     encoding = {"x": x, "y": y} | color
     tooltip = base.make_tooltip(arm="", estimate="gap, 95 % interval", baseline="against")
     margins = sorted({gap.margin.nats for gap in section.summary.gaps if gap.margin})

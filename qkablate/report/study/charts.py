@@ -189,7 +189,7 @@ def costs_chart(claims: list[StudiedClaim]) -> tuple[Chart, str] | None:
     y["axis"] |= {"labelLimit": 460, "labelFontSize": 10}
     title = "test loss minus that of standard, nats per token (right: worse)"
     x = base.number_axis("gap", title, domain=[-limit, limit], nice=False)
-    x |= {"axis": {"tickCount": 6, "labelFlush": False}}
+    x |= {"axis": {"tickCount": 6}}
     encoding = {"x": x, "y": y, "color": {"value": "var(--ink)"}}
     text = {"text": {"field": "estimate", "type": "nominal"}, "x": {"value": "width"}, "y": y}
     font = {"fontSize": 11, "color": "var(--ink)"}

@@ -199,16 +199,15 @@ def _format_limits(section: Section) -> str:
     tokens = max((arm.tokens for arm in arms), default=0)
     schedules = format_list(sorted({arm.config.optim.schedule for arm in arms}))
     names = {"adamw": "AdamW", "muon": "Muon"}
-    optimizers = format_list(
-        sorted({names.get(name := arm.config.optim.optimizer, name) for arm in arms})
-    )
+    optimizers = {arm.config.optim.optimizer for arm in arms}
+    trained_by = format_list(sorted(names.get(name, name) for name in optimizers))
     data = format_list(sorted({arm.config.data.source for arm in arms}))
     precision = format_list(sorted({arm.config.precision for arm in arms}))
     counts = format_n([len(entry.losses) for entry in section.study.entries] or [0])
     return (
         f"Nothing about models of more than {params:,} parameters, or trained on more than"
         f" {tokens:,} tokens; about data other than {data}; about optimizers other than"
-        f" {optimizers} with a {schedules} schedule, or precisions other than {precision}."
+        f" {trained_by} with a {schedules} schedule, or precisions other than {precision}."
         f" {_OTHER_SEEDS} ({counts})."
     )
 
