@@ -1,4 +1,4 @@
-"""What comparisons with models written in torch share: training step, rounds and rows."""
+"""Compare qkablate with models written in torch: their training step, the rounds and the rows."""
 
 import argparse
 import statistics
