@@ -119,16 +119,17 @@ def _(layer: Attention, x_BTD: Tensor) -> Deviation:
 @check(
     "latent",
     "keys by head, and queries that absorb W_k, give the same outputs and input gradients",
-    lambda layer: layer.latent_qk is not None and layer.position == "none",
+    lambda layer: layer.latent_qk is not None,
     sites=("decoder", "encoder", "cross"),
 )
 def _(layer: Attention, x_BTD: Tensor, y_BSD: Tensor | None = None) -> Deviation:
     x_BTD = x_BTD.detach().requires_grad_()
     keys_BSD = x_BTD if y_BSD is None else y_BSD
-    k_BGSE = layer.qk.keys(keys_BSD)
-    q_BHTE, v_BGSV = layer.qk.queries(x_BTD), layer.ov.values(keys_BSD, k_BGSE)
-    o_BHTV = attend(q_BHTE, k_BGSE, v_BGSV, scale=layer.scale, causal=False, kernel="folded")
-    both = (layer(x_BTD, y_BSD, causal=False), layer.ov.write(o_BHTV))
+    v_BGSV = layer.ov.values(keys_BSD, layer.qk.keys(keys_BSD))
+    v_BHSV = v_BGSV.repeat_interleave(layer.qk.spec.heads // v_BGSV.shape[1], 1)
+    # For inspection, and decoding, the queries absorb W_k.
+    absorbed_BTD = layer.ov.write(layer.weights(x_BTD, y_BSD, causal=False) @ v_BHSV)
+    both = (layer(x_BTD, y_BSD, causal=False), absorbed_BTD)
     grads = (torch.autograd.grad(probe_loss(out_BTD), x_BTD)[0] for out_BTD in both)
     return Deviation(largest(rel_diff(*both), rel_diff(*grads)), length=x_BTD.shape[1])
 

@@ -183,6 +183,8 @@ CASES = [  # check, layer, break
     ("merged twin", {}, then((MergedQK, "queries", double_gradient))),
     ("latent", LATENT, then((LatentQK, "head_keys", double))),
     ("latent", LATENT, then((LatentOV, "head_values", double_gradient))),
+    ("latent", LATENT | ROPE | {"rope_dims": 2}, then((LatentQK, "head_keys", double))),
+    ("latent", LATENT | {"position": "alibi"}, then((LatentQK, "head_keys", double_gradient))),
     ("rank", {}, then((Attention, "apply_modifiers", wider))),
     ("rank", BIAS, then((Attention, "apply_modifiers", one_wider))),
     ("symmetric part", {"qk": "merged"}, then((MergedQK, "circuit", triangle))),

@@ -74,6 +74,7 @@ def audit(
         "pairs": _check_pairs(gap),
         "learning rate": _check_rates(gap, curves, margin or detectable, in_claim),
         "annealed": _check_annealing(sides),
+        "optimizer": _check_optimizer(gap, curves),
         "matched": _check_matching(sides, axis),
         "initialization": _check_initialization(sides),
         "floor": _check_floor(gap, margin),
@@ -236,6 +237,21 @@ def _check_annealing(sides: Sides) -> Answer:
     if len(lengths) > 1:
         return NOTE, f"whole schedules of different lengths: {' against '.join(lengths)} tokens"
     return OK, f"whole schedules of {', '.join(lengths)} tokens"
+
+
+def _check_optimizer(gap: Gap, curves: dict[str, LrCurve]) -> Answer:
+    """Check that both have one optimizer, and that rates matched for AdamW are not Muon's."""
+    names = [entry.arm.config.optim.optimizer for entry in gap.sides]
+    if names[0] != names[1]:
+        text = f"{names[0]} against {names[1]}"
+        if not gap.compares_attention:
+            return OK, text
+        return WARNING, f"{text}: another optimizer may be what moved the gap"
+    untuned = [e.name for e in gap.sides if e.arm.matched_lr != 1 and e.arm.name not in curves]
+    if names[0] == "muon" and untuned:
+        text = f"the circuit's rate of {untuned[0]} was not tuned, and is matched for AdamW only"
+        return NOTE, f"muon; {text} (docs/matching.md)"
+    return OK, names[0]
 
 
 def _check_matching(sides: Sides, axis: str) -> Answer:

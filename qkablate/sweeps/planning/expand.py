@@ -201,6 +201,7 @@ class _Expansion:
             resolve = functools.partial(self.resolver.resolve, overrides)
             matched = match_baseline(settings, target, resolve({}).config.model, resolve)
             adjusted, mismatch = matched.changes, matched.mismatch
+        self.resolver.resolve(overrides, adjusted)  # before the baseline of an arm that is none
         if baseline is not None:
             baseline_name = self._add_arm("none", baseline).name
         arm = self._add_arm(control, overrides, adjusted, baseline_name, mismatch)
@@ -280,6 +281,9 @@ class _Expansion:
         _refuse_run_keys("baseline", map(str, values), ", and the two runs of a pair share it")
         if "variant" in values:
             own = VARIANT_KEYS - {"variant.rope_dims"}  # which is the positions' kind
+            with suppress(ImpossibleConfig):  # rotated dimensions that mla has by default
+                if dims := self.resolver.resolve(overrides).config.variant.rope_dims:
+                    values = {"variant.rope_dims": dims} | values
             overrides = {k: value for k, value in overrides.items() if k not in own}
             if overrides.get("variant.lr") not in KEYS["variant.lr"].choices:
                 overrides.pop("variant.lr", None)  # a number belongs to the arm's own circuit
@@ -295,7 +299,7 @@ class _Expansion:
             circuits[0] = Path(circuits[0]).stem
             parts = ["+".join(filter(None, circuits)) or overrides.get("variant", "standard")]
             for key, short in SIZES.items():
-                if number := overrides.get(f"variant.{key}"):
+                if (number := overrides.get(f"variant.{key}", "null")) != "null":
                     parts[0] += f"_{short}{number}"
             sizes = {"d": overrides.get("model.d_model"), "h": overrides.get("model.heads")}
             parts += [f"{letter}{value}" for letter, value in sizes.items() if value]

@@ -26,8 +26,8 @@ from tests.analysis.references import to_json
 PAIR = ("variant=standard,no_q", "seed=range(3)")
 TUNED = (*PAIR, "sweep.tune=true")
 TWIN = ("variant=standard,no_q,standard_reassociated", "seed=range(4)")
-NAMES = ["runs", "pairs", "learning rate", "annealed", "matched", "initialization", "floor"]
-NAMES += ["content", "n-grams", "precision", "data"]
+NAMES = ["runs", "pairs", "learning rate", "annealed", "optimizer", "matched", "initialization"]
+NAMES += ["floor", "content", "n-grams", "precision", "data"]
 NAMES += ["documents", "code", "machine", "kernel"]
 
 
@@ -290,6 +290,26 @@ def test_violated_control_is_a_warning(pair):
             for check in audit(found, {}, axis=axis, margin=None, rounding_gap=None)
         }
         assert state["matched"] == WARNING
+
+
+def test_arms_of_two_optimizers_are_a_warning(cached_world):
+    """A claim or a sweep may compare them, but then the gap is not of attention alone."""
+    baseline = "sweep.baseline={variant: standard, optim.optimizer: adamw}"
+    world = cached_world(*PAIR, "optim.optimizer=adamw,muon", baseline).finish(loss_of)
+    found = [checks(world, number)["optimizer"] for number in range(3)]
+    assert sorted((check.state, check.message) for check in found) == [
+        (OK, "adamw"),
+        (OK, "muon against adamw"),  # standard under both: nothing else differs
+        (WARNING, "muon against adamw: another optimizer may be what moved the gap"),
+    ]
+
+
+def test_rates_matched_for_adamw_are_noted_under_muon(cached_world):
+    found = checks(cached_world(*PAIR, "optim=muon", "variant.lr=matched").finish(loss_of))
+    assert found["optimizer"].state == NOTE
+    assert "circuit's rate of no_q-d16-h2 was not tuned" in found["optimizer"].message
+    tuned = checks(cached_world(*TUNED, "optim=muon").finish(loss_of))
+    assert tuned["optimizer"] == AuditCheck("optimizer", OK, "muon")
 
 
 @pytest.mark.parametrize(

@@ -92,6 +92,55 @@ def test_left_out_arms_have_their_own_names(expand, circuit):
     assert all("raises" in left.arm for left in manifest.left_out)
 
 
+def test_baseline_of_an_impossible_arm_is_not_trained(expand):
+    """Nothing is compared with it."""
+    manifest = expand(
+        *["variant=merged_w,no_q", "model.position=learned,rope", "variant.rope_dims=null"],
+        """sweep.filter=["model.position == 'learned' or variant == 'merged_w'"]""",
+    )
+    assert {left.arm for left in manifest.left_out} == {"merged_w-d16-h2-position=rope"}
+    assert {*manifest.arms} == {
+        f"{variant}-d16-h2-position=learned" for variant in ("standard", "merged_w", "no_q")
+    }
+
+
+def test_shipped_sweep_of_blocks_and_optimizers(expand):
+    """Each arm is paired with standard of its own block, optimizer and rotated dimensions."""
+    sizes = ["model.d_model=64", "model.heads=4", "model.context=32", "train.batch_size=64"]
+    manifest = expand("sweep=worlds", "data=induction_short", "train.steps=500", *sizes)
+    pairs = set()
+    for arm in manifest.arms.values():
+        config = arm.config
+        kinds = config.model.norm_kind, config.model.mlp, config.model.position
+        pairs.add((arm.variant, *kinds, config.optim.optimizer, config.train.steps))
+        baseline = manifest.arms[arm.baseline or arm.name]
+        assert baseline.config.model == config.model
+        assert baseline.config.optim.optimizer == config.optim.optimizer
+        rotated = "_rope8" if config.variant.rope_dims else ""
+        assert baseline.variant == "standard" + rotated
+    names = {
+        ("layer", "gelu", "learned"): ["standard", "merged_w", "mla_r16", "no_q", "shared_qk"],
+        ("rms", "swiglu", "rope"): ["standard", "no_q", "shared_qk"]
+        + [f"{name}_rope8" for name in ("standard", "merged_w", "mla_r16")],
+    }
+    expected = itertools.product(names.items(), ("adamw", "muon"))
+    assert pairs == {
+        (name, *kinds, optimizer, 500 if "gelu" in kinds else 1000)
+        for (kinds, variants), optimizer in expected
+        for name in variants
+    }
+
+
+def test_rotated_dimensions_that_mla_has_by_default_are_those_of_its_baseline(expand):
+    manifest = expand("variant=standard,mla", "model.position=rope")
+    baselines = {arm.variant: arm.baseline for arm in manifest.arms.values()}
+    assert baselines == {
+        "standard": None,
+        "mla_r4_rope4": "standard_rope4-d16-h2",
+        "standard_rope4": None,
+    }
+
+
 def test_arm_with_impossible_baseline_is_left_out(expand):
     words = ["model.d_model=16,12", "sweep.baseline={model.heads: 4, model.d_model: 18}"]
     with pytest.raises(UserError, match=r"its baseline: .* does not divide .* \(and 1 more"):
