@@ -26,6 +26,19 @@ def test_published_parameter_counts(qkablate):
     }
 
 
+@pytest.mark.parametrize(
+    ("size", "parameters"),
+    [
+        ("gpt2", 124_439_808),  # the published model's
+        # 12 layers of 4 d² + 3 · 2,048 d, d 768, with 25 norms and 32,000 tied embeddings
+        ("llama_125m", 12 * (4 * 768**2 + 3 * 2048 * 768) + 25 * 768 + 32_000 * 768),
+    ],
+)
+def test_parameter_counts_of_sizes_with_125_million(qkablate, size, parameters):
+    found = rows(qkablate, "variant=standard", "--at", size)
+    assert found["standard"]["params"] == parameters
+
+
 def test_example_of_the_discussions(qkablate):
     """16 heads of 256 at d 4096: one W per head is 8 times W_q and W_k together."""
     found = rows(qkablate, "variant=standard,merged_w", "--at=gpt-j")

@@ -31,6 +31,17 @@ from qkablate.training.signals import Signals
 
 CLOCKS = {"seconds", "perf/tokens_per_second", "perf/mfu", "crc32"}  # differ between equal runs
 GOLDEN = Path(__file__).with_name("golden.json")
+LLAMA = {"norm_kind": "rms", "mlp": "swiglu", "position": "rope", "bias": False}
+MUON = {"optimizer": "muon"}
+# Name → variant, and changes of the model and the optimizer.
+GOLDEN_RUNS: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
+    **{name: (name, {}, {}) for name in variants()},
+    "standard in Llama's block": ("standard", LLAMA, {}),
+    "mla in Llama's block": ("mla", LLAMA, {}),
+    "standard under Muon": ("standard", {}, MUON),
+    "merged_w under Muon": ("merged_w", {}, MUON),
+    "mla in Llama's block under Muon": ("mla", LLAMA, MUON),
+}
 
 
 def run_folder(tmp_path: Path, out: str = "outputs", name: str = "*") -> Path:
@@ -112,18 +123,20 @@ def interrupt_after(monkeypatch: pytest.MonkeyPatch, calls: int) -> None:
     monkeypatch.setattr(Signals, "__bool__", is_set)
 
 
-def golden_losses(variant: str, folder: Path, monkeypatch: pytest.MonkeyPatch) -> list[float]:
+def golden_losses(name: str, folder: Path, monkeypatch: pytest.MonkeyPatch) -> list[float]:
     """Train 20 steps in fp32 on one thread, on text with repeats and with large scores."""
+    variant, of_model, of_optimizer = GOLDEN_RUNS[name]
     text = folder / "tokens.txt"
     pieces = np.random.default_rng(1).zipf(1.3, (1_200, 8)) % 64 + 32
     text.write_bytes(np.concatenate([pieces, pieces], 1).astype(np.uint8).tobytes())
-    model_config = ModelConfig(layers=2, d_model=32, heads=4, context=32, bias=True, init="linear")
+    sizes = {"layers": 2, "d_model": 32, "heads": 4, "context": 32, "bias": True}
+    model_config = ModelConfig(**{**sizes, "init": "linear", **of_model})
     config = Config(
         variant=resolve_variant(VariantConfig(**variants()[variant], lr="matched"), model_config),
         model=model_config,
         data=DataConfig(source="text", path=str(text), cache=str(folder / "cache")),
         train=TrainConfig(steps=20, batch_size=4, eval_every=250, eval_tokens=2**16),
-        optim=OptimConfig(lr=0.01, warmup=2, cooldown=0.0),
+        optim=OptimConfig(lr=0.01, warmup=2, cooldown=0.0, **of_optimizer),
         device="cpu",
         precision="fp32",
         compile=False,

@@ -13,13 +13,12 @@ import torch
 from qkablate.config import (
     Config,
     OptimConfig,
-    variants,
 )
 from qkablate.data.batches import RandomWindows
 from qkablate.training import hardware
 from qkablate.training.hardware import has_fast_bf16, resolve
 from qkablate.training.optim import learning_rate
-from tests.training.helpers import GOLDEN, golden_losses
+from tests.training.helpers import GOLDEN, GOLDEN_RUNS, golden_losses
 
 
 def metrics(tmp_path, out):
@@ -251,15 +250,15 @@ def test_schedules_of_very_short_runs(steps, schedule):
     assert all(0 < learning_rate(optim, s, steps) <= 1 for s in range(steps))
 
 
-@pytest.mark.parametrize("variant", variants())
-def test_golden_losses(variant, tmp_path, monkeypatch):
+@pytest.mark.parametrize("name", GOLDEN_RUNS)
+def test_golden_losses(name, tmp_path, monkeypatch):
     """Detect any change of the numbers.
 
     If they must change: raise NUMERICS in runs/run.py, and write the new ones with
     `python -m tests.training.write_golden`.
     """
-    assert golden_losses(variant, tmp_path, monkeypatch) == pytest.approx(
-        json.loads(GOLDEN.read_text())[variant], rel=1e-5
+    assert golden_losses(name, tmp_path, monkeypatch) == pytest.approx(
+        json.loads(GOLDEN.read_text())[name], rel=1e-5
     )
 
 

@@ -7,13 +7,12 @@ from pathlib import Path
 import pytest
 import torch
 
-from qkablate.config import variants
-from tests.training.helpers import GOLDEN, golden_losses
+from tests.training.helpers import GOLDEN, GOLDEN_RUNS, golden_losses
 
 if __name__ == "__main__":
     torch.set_num_threads(1)
     golden = {}
-    for name in variants():
+    for name in GOLDEN_RUNS:
         with tempfile.TemporaryDirectory() as folder, pytest.MonkeyPatch.context() as patch:
             golden[name] = golden_losses(name, Path(folder), patch)
     GOLDEN.write_text(json.dumps(golden, indent=1) + "\n")

@@ -1,0 +1,113 @@
+"""Print how far the first step of AdamW and of Muon moves scores and outputs, relative to standard.
+
+    python scripts/first_steps.py
+    python scripts/first_steps.py variant=mla variant.rank=8,16,32,64
+    python scripts/first_steps.py variant=merged_w,no_q model=llama_nano variant.rope_dims=8
+
+At the rates of `variant.lr=matched`, on a random loss that is linear in the scores, or in the
+outputs at the initial weights of attention. A step of AdamW lowers it by η Σ|gradient|, and one of
+Muon by 0.2 η √(larger side) · Σ singular values for each matrix; what is no matrix is AdamW's.
+A ratio of 1 is a matched rate. Standard has the same rotated dimensions.
+"""
+
+import argparse
+
+import torch
+from torch import Tensor
+
+from qkablate.attention import Attention
+from qkablate.compose.configs import compose_jobs
+from qkablate.config import ModelConfig, VariantConfig, resolve_variant
+from qkablate.models.build import build_model
+from qkablate.table import print_table
+from qkablate.training.optim.muon import RMS
+
+PARTS = ("scores", "outputs")
+OPTIMIZERS = ("adamw", "muon")
+VOCABULARY = 256
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
+    parser.add_argument("words", nargs="*", metavar="key=value", help="keys of `qkablate train`")
+    parser.add_argument("--sequences", type=int, default=24)
+    args = parser.parse_intermixed_args()
+    rows = []
+    for job in compose_jobs(args.words, of_all_variants=True):
+        model, variant = job.config.model, job.config.variant
+        reference = resolve_variant(VariantConfig(rope_dims=variant.rope_dims), model)
+        references = first_layers(model, reference)
+        for site, layer in first_layers(model, variant).items():
+            standard = references[site]
+            streams = random_streams(layer, model.context, args.sequences)
+            cells = [
+                _format_ratio(*(first_step(one, part, streams, by) for one in (layer, standard)))
+                for part in PARTS
+                for by in OPTIMIZERS
+            ]
+            rows.append([variant.name, site, *cells])
+    head = [f"{part}, {by}" for part in PARTS for by in OPTIMIZERS]
+    print_table(["variant", "site", *head], rows, left=2)
+
+
+def first_layers(model: ModelConfig, variant: VariantConfig) -> dict[str, Attention]:
+    """Return the first initialized layer of each site that carries the variant."""
+    built = build_model(model, variant, VOCABULARY).init_(0)
+    return {site: layer.module for site, layer in built.variant_layers().items()}
+
+
+def random_streams(layer: Attention, length: int, sequences: int) -> tuple[Tensor, Tensor | None]:
+    """Return normalized random streams of the queries and, in cross-attention, of the keys."""
+    spec = layer.qk.spec
+
+    def draw(seed: int, length: int, width: int) -> Tensor:
+        generator = torch.Generator().manual_seed(seed)
+        return torch.randn(sequences, length, width, generator=generator)
+
+    x_BTD = draw(0, length, spec.d_model)
+    return x_BTD, draw(1, spec.source or length, spec.d_keys) if spec.is_cross else None
+
+
+def first_step(
+    layer: Attention, part: str, streams: tuple[Tensor, Tensor | None], optimizer: str
+) -> float:
+    """Return how much a first step lowers a random loss of the scores or outputs, for η = 1."""
+    x_BTD, y_BSD = streams
+    keys_BSD = x_BTD if y_BSD is None else y_BSD
+    if part == "scores":
+        s_BHTS = layer.scores(x_BTD, y_BSD, causal=layer.qk.spec.causal)
+        moved = s_BHTS[s_BHTS.isfinite()]
+    else:
+        v_BGSV = layer.ov.values(keys_BSD, layer.qk.keys(keys_BSD))
+        v_BHSV = v_BGSV.repeat_interleave(layer.qk.spec.heads // v_BGSV.shape[1], 1)
+        weights_BHTS = layer.weights(x_BTD, y_BSD, causal=layer.qk.spec.causal).detach()
+        moved = layer.ov.write(weights_BHTS @ v_BHSV)
+    if not moved.requires_grad:  # of uniform attention
+        return 0.0
+    direction = torch.randn(moved.shape, generator=torch.Generator().manual_seed(2))
+    matrices = {
+        circuit.get_parameter(name): split
+        for circuit in layer.parts
+        for name, split, _ in circuit.matrices()
+    }
+    rates = {parameter: rate for parameter, rate, _ in layer.rates()}
+    gradients = torch.autograd.grad((moved * direction).sum(), [*rates], allow_unused=True)
+    total = 0.0
+    for parameter, gradient in zip(rates, gradients, strict=True):
+        if gradient is None:
+            continue
+        if optimizer == "adamw" or parameter not in matrices:
+            lowered = gradient.abs().sum()
+        else:
+            g_NRC = matrices[parameter](gradient)
+            lowered = RMS * max(g_NRC.shape[1:]) ** 0.5 * torch.linalg.svdvals(g_NRC).sum()
+        total += rates[parameter] * float(lowered)
+    return total
+
+
+def _format_ratio(of_layer: float, of_standard: float) -> str:
+    return f"{of_layer / of_standard:.2f}" if of_layer else "–"
+
+
+if __name__ == "__main__":
+    main()
