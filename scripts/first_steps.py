@@ -1,16 +1,19 @@
 """Print how far the first step of AdamW and of Muon moves scores and outputs, relative to standard.
 
-    python scripts/first_steps.py
+    python scripts/first_steps.py model.context=96
     python scripts/first_steps.py variant=mla variant.rank=8,16,32,64
     python scripts/first_steps.py variant=merged_w,no_q model=llama_nano variant.rope_dims=8
 
 At the rates of `variant.lr=matched`, on a random loss that is linear in the scores, or in the
 outputs at the initial weights of attention. A step of AdamW lowers it by η Σ|gradient|, and one of
-Muon by 0.2 η √(larger side) · Σ singular values for each matrix; what is no matrix is AdamW's.
+Muon by 0.2 η √(larger side) · Σ gradient · update for each matrix, where the update has singular
+values near 1; what is no matrix is AdamW's.
 A ratio of 1 is a matched rate. Standard has the same rotated dimensions.
 """
 
 import argparse
+import itertools
+import sys
 
 import torch
 from torch import Tensor
@@ -18,9 +21,10 @@ from torch import Tensor
 from qkablate.attention import Attention
 from qkablate.compose.configs import compose_jobs
 from qkablate.config import ModelConfig, VariantConfig, resolve_variant
+from qkablate.errors import UserError
 from qkablate.models.build import build_model
 from qkablate.table import print_table
-from qkablate.training.optim.muon import RMS
+from qkablate.training.optim.muon import RMS, orthogonalize
 
 PARTS = ("scores", "outputs")
 OPTIMIZERS = ("adamw", "muon")
@@ -32,21 +36,29 @@ def main() -> None:
     parser.add_argument("words", nargs="*", metavar="key=value", help="keys of `qkablate train`")
     parser.add_argument("--sequences", type=int, default=24)
     args = parser.parse_intermixed_args()
+    try:
+        compare(args.words, args.sequences)
+    except UserError as error:
+        print(f"first_steps.py: {error}", file=sys.stderr)
+        sys.exit(2)
+
+
+def compare(words: list[str], sequences: int) -> None:
+    """Print a row for each variant and site."""
     rows = []
-    for job in compose_jobs(args.words, of_all_variants=True):
+    for job in compose_jobs(words, of_all_variants=True):
         model, variant = job.config.model, job.config.variant
         reference = resolve_variant(VariantConfig(rope_dims=variant.rope_dims), model)
         references = first_layers(model, reference)
         for site, layer in first_layers(model, variant).items():
-            standard = references[site]
-            streams = random_streams(layer, model.context, args.sequences)
-            cells = [
-                _format_ratio(*(first_step(one, part, streams, by) for one in (layer, standard)))
-                for part in PARTS
-                for by in OPTIMIZERS
-            ]
+            streams = random_streams(layer, model.context, sequences)
+            cells = []
+            for part, optimizer in itertools.product(PARTS, OPTIMIZERS):
+                speed = first_step(layer, part, streams, optimizer)
+                ratio = speed / first_step(references[site], part, streams, optimizer)
+                cells.append(f"{ratio:.2f}" if speed else "–")
             rows.append([variant.name, site, *cells])
-    head = [f"{part}, {by}" for part in PARTS for by in OPTIMIZERS]
+    head = [f"{part}, {optimizer}" for part in PARTS for optimizer in OPTIMIZERS]
     print_table(["variant", "site", *head], rows, left=2)
 
 
@@ -82,7 +94,7 @@ def first_step(
         v_BHSV = v_BGSV.repeat_interleave(layer.qk.spec.heads // v_BGSV.shape[1], 1)
         weights_BHTS = layer.weights(x_BTD, y_BSD, causal=layer.qk.spec.causal).detach()
         moved = layer.ov.write(weights_BHTS @ v_BHSV)
-    if not moved.requires_grad:  # of uniform attention
+    if not moved.requires_grad:  # scores without parameters
         return 0.0
     direction = torch.randn(moved.shape, generator=torch.Generator().manual_seed(2))
     matrices = {
@@ -100,13 +112,9 @@ def first_step(
             lowered = gradient.abs().sum()
         else:
             g_NRC = matrices[parameter](gradient)
-            lowered = RMS * max(g_NRC.shape[1:]) ** 0.5 * torch.linalg.svdvals(g_NRC).sum()
+            lowered = RMS * max(g_NRC.shape[1:]) ** 0.5 * (g_NRC * orthogonalize(g_NRC)).sum()
         total += rates[parameter] * float(lowered)
     return total
-
-
-def _format_ratio(of_layer: float, of_standard: float) -> str:
-    return f"{of_layer / of_standard:.2f}" if of_layer else "–"
 
 
 if __name__ == "__main__":

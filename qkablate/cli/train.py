@@ -164,6 +164,7 @@ def _train(
         if not is_multirun:
             typed = [*HydraConfig.get().overrides.task]
             words = [*config_flags, *typed, *_words_of_extension(planned.config, typed) * extend]
+            words += _words_of_rotation(planned.config, typed)
             print_next(
                 outcome.result, words, planned.run.folder, config.optim.lr, _counterpart(config)
             )
@@ -240,6 +241,15 @@ def _format_parts(result: dict[str, Any]) -> str:
 def _counterpart(config: Config) -> str:
     """Return the variant that is compared with standard: a merged W takes no rotation."""
     return "no_q" if config.model.position == "rope" else "merged_w"
+
+
+def _words_of_rotation(config: Config, typed: list[str]) -> list[str]:
+    """Return the rotated dimensions that mla has by default, and standard beside it should have."""
+    dims, is_typed = (
+        config.variant.rope_dims,
+        any(w.startswith("variant.rope_dims=") for w in typed),
+    )
+    return [] if dims is None or is_typed else [f"variant.rope_dims={dims}"]
 
 
 def print_next(

@@ -127,7 +127,7 @@ def _(layer: Attention, x_BTD: Tensor, y_BSD: Tensor | None = None) -> Deviation
     keys_BSD = x_BTD if y_BSD is None else y_BSD
     v_BGSV = layer.ov.values(keys_BSD, layer.qk.keys(keys_BSD))
     v_BHSV = v_BGSV.repeat_interleave(layer.qk.spec.heads // v_BGSV.shape[1], 1)
-    # For inspection, and decoding, the queries absorb W_k.
+    # The weights are of queries that absorb W_k, as a decoder's are; the layer computes by head.
     absorbed_BTD = layer.ov.write(layer.weights(x_BTD, y_BSD, causal=False) @ v_BHSV)
     both = (layer(x_BTD, y_BSD, causal=False), absorbed_BTD)
     grads = (torch.autograd.grad(probe_loss(out_BTD), x_BTD)[0] for out_BTD in both)

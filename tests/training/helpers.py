@@ -125,18 +125,18 @@ def interrupt_after(monkeypatch: pytest.MonkeyPatch, calls: int) -> None:
 
 def golden_losses(name: str, folder: Path, monkeypatch: pytest.MonkeyPatch) -> list[float]:
     """Train 20 steps in fp32 on one thread, on text with repeats and with large scores."""
-    variant, of_model, of_optimizer = GOLDEN_RUNS[name]
+    variant, model_changes, optim_changes = GOLDEN_RUNS[name]
     text = folder / "tokens.txt"
     pieces = np.random.default_rng(1).zipf(1.3, (1_200, 8)) % 64 + 32
     text.write_bytes(np.concatenate([pieces, pieces], 1).astype(np.uint8).tobytes())
     sizes = {"layers": 2, "d_model": 32, "heads": 4, "context": 32, "bias": True}
-    model_config = ModelConfig(**{**sizes, "init": "linear", **of_model})
+    model_config = ModelConfig(**{**sizes, "init": "linear", **model_changes})
     config = Config(
         variant=resolve_variant(VariantConfig(**variants()[variant], lr="matched"), model_config),
         model=model_config,
         data=DataConfig(source="text", path=str(text), cache=str(folder / "cache")),
         train=TrainConfig(steps=20, batch_size=4, eval_every=250, eval_tokens=2**16),
-        optim=OptimConfig(lr=0.01, warmup=2, cooldown=0.0, **of_optimizer),
+        optim=OptimConfig(lr=0.01, warmup=2, cooldown=0.0, **optim_changes),
         device="cpu",
         precision="fp32",
         compile=False,

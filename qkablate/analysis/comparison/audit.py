@@ -11,6 +11,7 @@ from qkablate.analysis.stats import ALPHA, MIN_PAIRS
 from qkablate.analysis.study.study import Entry, Record
 from qkablate.config import TEXT_SOURCES, OptimConfig
 from qkablate.config.data import PAIRS_OF_FILES, PREPARED_SOURCES
+from qkablate.config.variant import SITES, variant_sites
 from qkablate.runs.records import is_number
 from qkablate.sweeps.planning.floors import floor_sites, is_position_only
 from qkablate.sweeps.planning.manifest import FLOOR, POSITION
@@ -240,18 +241,26 @@ def _check_annealing(sides: Sides) -> Answer:
 
 
 def _check_optimizer(gap: Gap, curves: dict[str, LrCurve]) -> Answer:
-    """Check that both have one optimizer, and that rates matched for AdamW are not Muon's."""
+    """Return whether both sides have one optimizer, and which rates are matched for another one."""
     names = [entry.arm.config.optim.optimizer for entry in gap.sides]
     if names[0] != names[1]:
         text = f"{names[0]} against {names[1]}"
         if not gap.compares_attention:
             return OK, text
         return WARNING, f"{text}: another optimizer may be what moved the gap"
-    untuned = [e.name for e in gap.sides if e.arm.matched_lr != 1 and e.arm.name not in curves]
-    if names[0] == "muon" and untuned:
-        text = f"the circuit's rate of {untuned[0]} was not tuned, and is matched for AdamW only"
+    matched = " and ".join(e.name for e in gap.sides if _has_matched_rate(e, curves))
+    if names[0] == "muon" and matched:
+        text = f"the circuit's rate of {matched} was not tuned, and is matched for AdamW"
         return NOTE, f"muon; {text} (docs/matching.md)"
     return OK, names[0]
+
+
+def _has_matched_rate(entry: Entry, curves: dict[str, LrCurve]) -> bool:
+    """Return whether the rate of an arm's circuit follows from AdamW's first step alone."""
+    curve = curves.get(entry.arm.name)
+    is_untuned = curve is None or curve.lacks_circuit_rates
+    asked = entry.arm.overrides.get("variant.lr", "between")
+    return is_untuned and entry.arm.matched_lr != 1 and asked in ("matched", "between")
 
 
 def _check_matching(sides: Sides, axis: str) -> Answer:
@@ -279,8 +288,11 @@ def _format_rotated(entry: Entry) -> str:
     config = entry.arm.config
     if config.model.position != "rope":
         return "none"
-    dims = config.variant.rope_dims
-    return "all dimensions of a head" if dims is None else f"{dims} dimensions of their own"
+    dims, sites = config.variant.rope_dims, variant_sites(config.variant, config.model)
+    if dims is None:
+        return "all dimensions of a head"
+    at = "" if sites == SITES[config.model.form] else f" in the {' and '.join(sites)}"
+    return f"{dims} dimensions of their own{at}"
 
 
 def _check_initialization(sides: Sides) -> Answer:

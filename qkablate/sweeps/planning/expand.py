@@ -201,7 +201,7 @@ class _Expansion:
             resolve = functools.partial(self.resolver.resolve, overrides)
             matched = match_baseline(settings, target, resolve({}).config.model, resolve)
             adjusted, mismatch = matched.changes, matched.mismatch
-        self.resolver.resolve(overrides, adjusted)  # before the baseline of an arm that is none
+        self.resolver.resolve(overrides, adjusted)  # raises before the baseline is added
         if baseline is not None:
             baseline_name = self._add_arm("none", baseline).name
         arm = self._add_arm(control, overrides, adjusted, baseline_name, mismatch)
@@ -280,14 +280,26 @@ class _Expansion:
             raise UserError(f"sweep.baseline: {not_one_of(setting, variants())}")
         _refuse_run_keys("baseline", map(str, values), ", and the two runs of a pair share it")
         if "variant" in values:
-            own = VARIANT_KEYS - {"variant.rope_dims"}  # which is the positions' kind
-            with suppress(ImpossibleConfig):  # rotated dimensions that mla has by default
-                if dims := self.resolver.resolve(overrides).config.variant.rope_dims:
-                    values = {"variant.rope_dims": dims} | values
+            rotated = self._rotated_dims(overrides, values)
+            own = VARIANT_KEYS - {"variant.sites"} if rotated else VARIANT_KEYS
+            values = rotated | values
             overrides = {k: value for k, value in overrides.items() if k not in own}
             if overrides.get("variant.lr") not in KEYS["variant.lr"].choices:
                 overrides.pop("variant.lr", None)  # a number belongs to the arm's own circuit
         return {**overrides, **{str(key): as_quoted(value) for key, value in values.items()}}
+
+    def _rotated_dims(self, overrides: Overrides, values: Mapping[str, Any]) -> dict[str, Any]:
+        """Return the setting of an arm's rotated dimensions, which its baseline with RoPE has, too.
+
+        The arm has those of its overrides, or, as `mla`, some by default.
+        """
+        try:
+            config = self.resolver.resolve(overrides).config
+        except ImpossibleConfig:  # of which the caller says more
+            return {}
+        dims = config.variant.rope_dims
+        has_rope = values.get("model.position", config.model.position) == "rope"
+        return {"variant.rope_dims": dims} if dims is not None and has_rope else {}
 
     def _name(self, overrides: Overrides, control: str) -> str:
         """Return an arm's name: variant and size, then what else the grid varies."""
@@ -299,7 +311,8 @@ class _Expansion:
             circuits[0] = Path(circuits[0]).stem
             parts = ["+".join(filter(None, circuits)) or overrides.get("variant", "standard")]
             for key, short in SIZES.items():
-                if (number := overrides.get(f"variant.{key}", "null")) != "null":
+                number = overrides.get(f"variant.{key}")
+                if number not in (None, "", "null", "auto"):
                     parts[0] += f"_{short}{number}"
             sizes = {"d": overrides.get("model.d_model"), "h": overrides.get("model.heads")}
             parts += [f"{letter}{value}" for letter, value in sizes.items() if value]

@@ -304,12 +304,22 @@ def test_arms_of_two_optimizers_are_a_warning(cached_world):
     ]
 
 
-def test_rates_matched_for_adamw_are_noted_under_muon(cached_world):
-    found = checks(cached_world(*PAIR, "optim=muon", "variant.lr=matched").finish(loss_of))
-    assert found["optimizer"].state == NOTE
-    assert "circuit's rate of no_q-d16-h2 was not tuned" in found["optimizer"].message
-    tuned = checks(cached_world(*TUNED, "optim=muon").finish(loss_of))
-    assert tuned["optimizer"] == AuditCheck("optimizer", OK, "muon")
+@pytest.mark.parametrize(
+    ("words", "state"),
+    [
+        ((*PAIR, "variant.lr=matched"), NOTE),
+        (PAIR, NOTE),  # between the matched and the same rate
+        ((*PAIR, "variant.lr=same"), OK),
+        ((*PAIR, "variant.lr=1.5"), OK),
+        ((*PAIR, "optim.lr=1e-3,2e-3"), NOTE),  # tuned, but not the circuit's
+        (TUNED, OK),
+    ],
+    ids=str,
+)
+def test_untuned_rates_matched_for_adamw_are_noted_under_muon(cached_world, words, state):
+    found = checks(cached_world(*words, "optim=muon").finish(loss_of))["optimizer"]
+    assert found.state == state
+    assert found.message.startswith("muon; the circuit's rate of no_q-d16-h2") == (state == NOTE)
 
 
 @pytest.mark.parametrize(
@@ -328,7 +338,8 @@ def test_initialization_match_is_reported(pair, match, state):
 )
 def test_other_rotated_dimensions_are_named(cached_world, arm, text):
     words = f"variant=standard,{arm}", "seed=range(2)", "model.position=rope"
-    found = checks(cached_world(*words).finish(loss_of))["matched"]
+    baseline = "sweep.baseline={variant: standard, variant.rope_dims: null}"
+    found = checks(cached_world(*words, baseline).finish(loss_of))["matched"]
     assert text in found.message
     assert ("rotates" in found.message) == bool(text)
     assert found.state == NOTE

@@ -32,12 +32,16 @@ def expand(base):
     def run(*words):
         other = any(word.startswith("data=") for word in words)
         kept = [word for word in base if not (other and word.startswith("data"))]
-        with open_hydra():
-            asked = read_request(["sweep.floor=false", *kept, *words])
-            grid = Grid(asked.settings.sweep, asked.controls, asked.choices)
-            return expand_grid(grid, make_config, ["qkablate", "sweep", *words])
+        return expand_words(["sweep.floor=false", *kept, *words])
 
     return run
+
+
+def expand_words(words):
+    with open_hydra():
+        asked = read_request(words)
+        grid = Grid(asked.settings.sweep, asked.controls, asked.choices)
+        return expand_grid(grid, make_config, ["qkablate", "sweep", *words])
 
 
 def ids(manifest, variant=None):
@@ -104,30 +108,30 @@ def test_baseline_of_an_impossible_arm_is_not_trained(expand):
     }
 
 
-def test_shipped_sweep_of_blocks_and_optimizers(expand):
+def test_shipped_sweep_of_blocks_and_optimizers(tmp_path):
     """Each arm is paired with standard of its own block, optimizer and rotated dimensions."""
-    sizes = ["model.d_model=64", "model.heads=4", "model.context=32", "train.batch_size=64"]
-    manifest = expand("sweep=worlds", "data=induction_short", "train.steps=500", *sizes)
-    pairs = set()
+    manifest = expand_words(["sweep=worlds", "sweep.floor=false", f"out={tmp_path}"])
+    found = set()
     for arm in manifest.arms.values():
         config = arm.config
-        kinds = config.model.norm_kind, config.model.mlp, config.model.position
-        pairs.add((arm.variant, *kinds, config.optim.optimizer, config.train.steps))
+        block = config.model.norm_kind, config.model.mlp, config.model.position
+        found.add((arm.variant, *block, config.optim.optimizer, config.train.steps))
         baseline = manifest.arms[arm.baseline or arm.name]
         assert baseline.config.model == config.model
-        assert baseline.config.optim.optimizer == config.optim.optimizer
+        assert baseline.config.optim == config.optim
         rotated = "_rope8" if config.variant.rope_dims else ""
         assert baseline.variant == "standard" + rotated
-    names = {
+    variants = {
         ("layer", "gelu", "learned"): ["standard", "merged_w", "mla_r16", "no_q", "shared_qk"],
         ("rms", "swiglu", "rope"): ["standard", "no_q", "shared_qk"]
         + [f"{name}_rope8" for name in ("standard", "merged_w", "mla_r16")],
     }
-    expected = itertools.product(names.items(), ("adamw", "muon"))
-    assert pairs == {
-        (name, *kinds, optimizer, 500 if "gelu" in kinds else 1000)
-        for (kinds, variants), optimizer in expected
-        for name in variants
+    steps = {"layer": 500, "rms": 1000}  # as long as standard takes
+    assert found == {
+        (name, *block, optimizer, steps[block[0]])
+        for block, names in variants.items()
+        for name in names
+        for optimizer in ("adamw", "muon")
     }
 
 
@@ -139,6 +143,23 @@ def test_rotated_dimensions_that_mla_has_by_default_are_those_of_its_baseline(ex
         "mla_r4_rope4": "standard_rope4-d16-h2",
         "standard_rope4": None,
     }
+
+
+def test_baseline_has_rotated_dimensions_at_the_sites_of_the_arm(expand):
+    words = ["variant=mla", "variant.sites=encoder", "model.position=rope"]
+    manifest = expand(*TRANSLATOR, *words)
+    (arm,) = (arm for arm in manifest.arms.values() if arm.baseline)
+    baseline = manifest.arms[arm.baseline].config.variant
+    assert (baseline.rope_dims, baseline.sites) == (4, "encoder")
+    assert (arm.config.variant.rope_dims, arm.config.variant.sites) == (4, "encoder")
+
+
+@pytest.mark.parametrize("rotated", [[], ["variant.rope_dims=4"]])
+def test_baseline_with_other_positions_has_no_rotated_dimensions(expand, rotated):
+    baseline = "sweep.baseline={variant: standard, model.position: learned}"
+    manifest = expand("variant=mla", "model.position=rope", *rotated, baseline)
+    (arm,) = (arm for arm in manifest.arms.values() if arm.baseline)
+    assert manifest.arms[arm.baseline].config.variant.rope_dims is None
 
 
 def test_arm_with_impossible_baseline_is_left_out(expand):
