@@ -26,6 +26,7 @@ KINDS = {
     "fp32": ["train"],
     "bf16": ["train", "precision=bf16", "variant=merged_w"],
     "bf16, accumulating": ["train", "precision=bf16", "train.grad_accum=2"],
+    "Muon": ["train", "optim=muon", "variant=merged_w"],
     "W&B": ["train", "tracking.wandb=offline"],
     "sweep": ["sweep", *_SWEEP],
     "programs": ["sweep", *_SWEEP, "train.vmap=2"],
