@@ -205,9 +205,10 @@ def _no_pair(part: str, spec: PartSpec) -> UserError:
 
 
 def _check_lengths(part: str, horizon: str, group: list[tuple[Arm, Arm]]) -> None:
-    if len({arm.tokens for arm, _ in group}) < MIN_POINTS:
+    least = 2 if horizon == "growth" else MIN_POINTS
+    if len({arm.tokens for arm, _ in group}) < least:
         raise UserError(
-            f"parts.{part}.horizon: {horizon} needs {MIN_POINTS} lengths of training or more in"
+            f"parts.{part}.horizon: {horizon} needs {least} lengths of training or more in"
             " the grid, such as train.steps: 1000,2000,4000"
         )
     for arm in itertools.chain(*group):

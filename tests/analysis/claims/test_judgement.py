@@ -378,6 +378,14 @@ def test_growth_is_the_slope_of_each_seed_per_doubling(world):
     assert np.diff(sorted(means)) == pytest.approx([0.05, 0.05])
 
 
+def test_growth_between_two_lengths_is_their_difference_per_doubling(world):
+    own = claim(5, LENGTHS | {"train.steps": "12,48"}, grows={"horizon": "growth"})
+    slopes = gaps(5, 0.05, 0.002)
+    made = at_lengths(own, 5, lambda x, number: slopes[number] * x)(frozen(world, own))
+    (one,) = judged(made, own).parts
+    assert sorted(one.part.sample.values) == pytest.approx(sorted(slopes))
+
+
 def test_asymptote_is_the_gap_after_infinitely_many_tokens(world):
     own = claim(5, LENGTHS, ends={"horizon": "asymptote", "kind": "worse", "margin": 0.02})
     made, limits = frozen(world, own), gaps(5, 0.04, 0.002)
