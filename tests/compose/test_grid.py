@@ -143,8 +143,9 @@ def test_every_shipped_sweep_is_valid(opened_hydra, name):
     assert request.settings.sweep.name == name
     assert len(request.choices["seed"]) >= 2
     first = {key: values[0] for key, values in request.choices.items()}
-    flat = flatten(make_config(first))
-    assert all(isinstance(holds(each, flat), bool) for each in request.settings.sweep.filter)
+    config = make_config(first)
+    values = flatten(config) | {"variant": config.variant.name, "control": "none"}
+    assert all(isinstance(holds(each, values), bool) for each in request.settings.sweep.filter)
 
 
 # The command line on top of a file.

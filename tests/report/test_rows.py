@@ -136,7 +136,7 @@ def test_each_audit_result_is_listed_once_with_its_arms(section):
     audited = rows.make_audit_rows(section)
     asked = {check.name for one in section.summary.gaps for check in one.audit}
     assert {row[1] for row in audited} == asked
-    assert len(asked) == 15
+    assert len(asked) == 16
     assert len({tuple(row) for row in audited}) == len(audited)
     matched = [row for row in audited if row[1] == "matched"]
     assert sorted(row[3] for row in matched) == [

@@ -144,6 +144,7 @@ class _Cost(NamedTuple):
         words += [f"d_model {model.d_model}", f"{config.train.steps:,} steps"]
         words += [f"{model.norm_kind} norm"] if model.norm_kind != "layer" else []
         words += [model.mlp] if model.mlp != "gelu" else []
+        words += [f"{model.position} positions"] if model.position != "learned" else []
         words += [] if model.attention_skip else ["without the attention's skip"]
         words += [config.optim.optimizer] if config.optim.optimizer != "adamw" else []
         if config.data.max_tokens is not None:

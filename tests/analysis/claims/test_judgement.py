@@ -610,7 +610,7 @@ def test_every_check_of_the_audit_is_in_the_text_and_in_the_json(world):
     said = format_judgement(found)
     told = said[said.index("audit") + 1 :]
     checks = judgement_to_json(found)["parts"][0]["audit"]
-    assert len(checks) == 15
+    assert len(checks) == 16
     for check, line in zip(checks, told, strict=False):
         assert check["name"] in line
         assert check["message"] in line

@@ -97,6 +97,7 @@ def test_costs_on_text_are_those_of_the_claims(studied):
     assert setting == "stdlib in bytes · 2 layers · d_model 64 · 2,000 steps"
     panel = chart.panels[0].spec
     rows = {row["arm"]: row for row in panel["data"]["values"]}
+    assert not any("content_with_rope" in name for name in rows)  # of another standard
     row = rows["no_q, 4 heads, -8% parameters (w_q_necessary)"]
     assert row["estimate"] == "-0.0108 [-0.0175, -0.0039]"
     equal = rows["no_o at equal params, 4 heads (break_even)"]  # the claim is about standard
