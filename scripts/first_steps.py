@@ -24,7 +24,7 @@ from qkablate.config import ModelConfig, VariantConfig, resolve_variant
 from qkablate.errors import UserError
 from qkablate.models.build import build_model
 from qkablate.table import print_table
-from qkablate.training.optim.muon import RMS, orthogonalize
+from qkablate.training.optim.muon import RMS, find_attention_matrices, orthogonalize
 
 PARTS = ("scores", "outputs")
 OPTIMIZERS = ("adamw", "muon")
@@ -36,6 +36,8 @@ def main() -> None:
     parser.add_argument("words", nargs="*", metavar="key=value", help="keys of `qkablate train`")
     parser.add_argument("--sequences", type=int, default=24)
     args = parser.parse_intermixed_args()
+    if args.sequences < 1:
+        parser.error(f"--sequences: {args.sequences} is below 1")
     try:
         compare(args.words, args.sequences)
     except UserError as error:
@@ -69,7 +71,7 @@ def first_layers(model: ModelConfig, variant: VariantConfig) -> dict[str, Attent
 
 
 def random_streams(layer: Attention, length: int, sequences: int) -> tuple[Tensor, Tensor | None]:
-    """Return normalized random streams of the queries and, in cross-attention, of the keys."""
+    """Return random streams of the queries and, in cross-attention, of the keys."""
     spec = layer.qk.spec
 
     def draw(seed: int, length: int, width: int) -> Tensor:
@@ -97,11 +99,7 @@ def first_step(
     if not moved.requires_grad:  # scores without parameters
         return 0.0
     direction = torch.randn(moved.shape, generator=torch.Generator().manual_seed(2))
-    matrices = {
-        circuit.get_parameter(name): split
-        for circuit in layer.parts
-        for name, split, _ in circuit.matrices()
-    }
+    matrices = find_attention_matrices(layer)
     rates = {parameter: rate for parameter, rate, _ in layer.rates()}
     gradients = torch.autograd.grad((moved * direction).sum(), [*rates], allow_unused=True)
     total = 0.0
@@ -111,7 +109,7 @@ def first_step(
         if optimizer == "adamw" or parameter not in matrices:
             lowered = gradient.abs().sum()
         else:
-            g_NRC = matrices[parameter](gradient)
+            g_NRC = matrices[parameter].split(gradient)
             lowered = RMS * max(g_NRC.shape[1:]) ** 0.5 * (g_NRC * orthogonalize(g_NRC)).sum()
         total += rates[parameter] * float(lowered)
     return total

@@ -2,6 +2,7 @@
 
 import itertools
 import math
+import re
 from collections.abc import Set
 from contextlib import suppress
 from pathlib import Path
@@ -239,17 +240,17 @@ def _format_parts(result: dict[str, Any]) -> str:
 
 
 def _counterpart(config: Config) -> str:
-    """Return the variant that is compared with standard: a merged W takes no rotation."""
-    return "no_q" if config.model.position == "rope" else "merged_w"
+    """Return the variant that is compared with standard: no rotation can be inside a merged W."""
+    is_inside = config.model.position == "rope" and config.variant.rope_dims is None
+    return "no_q" if is_inside else "merged_w"
 
 
 def _words_of_rotation(config: Config, typed: list[str]) -> list[str]:
     """Return the rotated dimensions that mla has by default, and standard beside it should have."""
-    dims, is_typed = (
-        config.variant.rope_dims,
-        any(w.startswith("variant.rope_dims=") for w in typed),
-    )
-    return [] if dims is None or is_typed else [f"variant.rope_dims={dims}"]
+    dims = config.variant.rope_dims
+    if dims is None or any(word.startswith("variant.rope_dims=") for word in typed):
+        return []
+    return [f"variant.rope_dims={dims}"]
 
 
 def print_next(
@@ -265,9 +266,12 @@ def print_next(
         own = (key for key in keys_with(Role.VARIANT) if key != "variant.rope_dims")
         ignored = ("variant=", *own, "seed=", "~", "hydra")
         words = [word for word in overrides if not word.startswith(ignored)]
-        other = "standard" if result["variant"] != "standard" else counterpart
+        variant = re.sub(
+            r"_rope\d+$", "", result["variant"]
+        )  # the words have its rotated dimensions
+        other = "standard" if variant != "standard" else counterpart
         commands.append(["train", f"variant={other}", f"seed={result['seed']}", *words])
-        if comparison := _propose_comparison(other, result["variant"], overrides, words):
+        if comparison := _propose_comparison(other, variant, overrides, words):
             commands.append(comparison)
     elif result["status"] == "diverged":
         kept = [word for word in overrides if not word.startswith("optim.lr=")]

@@ -414,6 +414,26 @@ def test_after_a_run_its_pair_and_a_sweep_are_proposed(capsys, tmp_path):
     ]
 
 
+@pytest.mark.parametrize(("variant", "other"), [("merged_w", "standard"), ("standard", "merged_w")])
+def test_after_a_run_with_rotated_dimensions_its_pair_has_them_too(
+    capsys, tmp_path, variant, other
+):
+    result = {"status": "done", "variant": f"{variant}_rope8", "seed": 2}
+    words = ["model.position=rope", "variant.rope_dims=8"]
+    print_next(result, [f"variant={variant}", *words], tmp_path, 1e-3)
+    assert capsys.readouterr().out.splitlines()[2:] == [
+        f"  qkablate train variant={other} seed=2 {' '.join(words)}",
+        f"  qkablate sweep variant={other},{variant} 'seed=range(6)' {' '.join(words)}",
+    ]
+
+
+def test_after_a_run_of_mla_its_pair_has_the_dimensions_that_it_has_by_default(qkablate, tiny):
+    done = qkablate("train", *tiny, "variant=mla", "model.position=rope")
+    (proposed,) = (line for line in done.out.splitlines() if "train variant=standard" in line)
+    assert proposed.endswith(" variant.rope_dims=4")
+    assert "_rope4" in done.out
+
+
 def test_after_a_run_of_an_own_file_its_comparison_is_proposed(capsys, tmp_path):
     words = ["variant.file=mine.py", "variant.ov=no_o", "seed=2", "train.steps=9"]
     print_next({"status": "done", "variant": "mine+no_o", "seed": 2}, words, tmp_path, 1e-3)

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, cast
 import torch
 from torch import Tensor, nn
 
+from qkablate.attention import Attention
 from qkablate.models.base import Model
 from qkablate.training.optim.adamw import AdamW
 
@@ -42,10 +43,17 @@ def find_matrices(model: Model) -> dict[nn.Parameter, Blocks]:
                 assert isinstance(module.weight, nn.Parameter)
                 found[module.weight] = _WHOLE
     for layer in model.attention_layers():
-        for circuit in layer.module.parts:
-            for name, split, join in circuit.matrices():
-                found[circuit.get_parameter(name)] = Blocks(split, join)
+        found |= find_attention_matrices(layer.module)
     return found
+
+
+def find_attention_matrices(layer: Attention) -> dict[nn.Parameter, Blocks]:
+    """Return the parameters of an attention layer that multiply vectors."""
+    return {
+        circuit.get_parameter(name): Blocks(split, join)
+        for circuit in layer.parts
+        for name, split, join in circuit.matrices()
+    }
 
 
 class Muon(AdamW):
