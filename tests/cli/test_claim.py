@@ -556,7 +556,7 @@ FILES = {
     "a predicate": ({"filter": ["model.d_modl > 3"]}, "there is no key 'model.d_modl'"),
     "no arm left": ({"filter": ["model.d_model > 999"]}, "excludes all arms"),
     "a baseline": ({"baseline": 5}, "baseline: '5' is not a variant"),
-    "growth": ({"parts": {"within": PART | {"horizon": "growth"}}}, "3 lengths of training"),
+    "growth": ({"parts": {"within": PART | {"horizon": "growth"}}}, "2 lengths of training"),
     "seeds": ({"seeds": 1}, "seeds: 1 is not a number from 3 on"),
 }
 
