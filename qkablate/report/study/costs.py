@@ -15,19 +15,25 @@ _ALL = 0.9995  # of the answers, as shown to a tenth of a percent
 def format_costs(studied: StudiedClaim, most: int) -> list[str]:
     """Return what the variants of the parts cost, with intervals; of `most` parts, or one more.
 
-    The parts with the verdict of the claim come first; another has its verdict beside it.
+    The parts with the verdict of the claim come first; another has its verdict beside it. A margin
+    and a gain of attention that all parts share are in a line of their own.
     """
-    judged = studied.judgement
-    costs = []
-    for part in studied.deciding:
-        word = f" ({part.word})" if part.word != judged.word else ""
-        costs.append(_format_cost(part, name_part(studied, part)) + word)
-    if len(costs) <= most + 1:  # a line for one more says less than its cost
-        return costs
-    others = Counter(part.word for part in studied.deciding[most:])
-    words = [word if len(others) == 1 else f"{count} {word}" for word, count in others.items()]
-    is_told = [*others] == [judged.word]
-    return [*costs[:most], f"{others.total()} more" + ("" if is_told else f": {', '.join(words)}")]
+    judged, parts = studied.judgement, studied.deciding
+    # A line for one more says less than its cost.
+    shown, hidden = (parts, []) if len(parts) <= most + 1 else (parts[:most], parts[most:])
+    costs = [_format_cost(part, name_part(studied, part)) for part in shown]
+    facts = [_format_facts(part) for part in shown]
+    are_shared = len(shown) > 1 and len({*facts}) == 1
+    lines = []
+    for part, cost, own in zip(shown, costs, facts, strict=True):
+        line = cost if are_shared or not own else f"{cost}, {own}"
+        lines.append(line + (f" ({part.word})" if part.word != judged.word else ""))
+    if hidden:
+        others = Counter(part.word for part in hidden)
+        words = [word if len(others) == 1 else f"{count} {word}" for word, count in others.items()]
+        is_told = [*others] == [judged.word]
+        lines.append(f"{others.total()} more" + ("" if is_told else f": {', '.join(words)}"))
+    return [*lines, facts[0]] if are_shared and facts[0] else lines
 
 
 def name_part(studied: StudiedClaim, judged: PartJudgement) -> str:
@@ -48,7 +54,6 @@ def _format_cost(judged: PartJudgement, text: str) -> str:
         return f"{text}: 0.000 accuracy lost, every run at 100 %"
     low, high = judged.interval(LEVEL)
     mean = judged.unit.natural(part.sample.mean)
-    facts = [f"margin {spec.margin:g}"]
     if judged.unit is Unit.RATIO:
         if is_standards:
             mean, low, high = 1 / mean, 1 / high, 1 / low
@@ -57,10 +62,21 @@ def _format_cost(judged: PartJudgement, text: str) -> str:
         if is_standards != (judged.unit is Unit.SHARE):
             mean, low, high = -mean, -high, -low
         value = f"{mean:+.3f} [{low:+.3f}, {high:+.3f}] {_unit(spec)}"
-        if (worth := _attention_worth(judged)) is not None:
-            # With standard as the arm, the floor was compared with the variant.
-            facts.append(f"attention {worth + mean * is_standards:.3f}")
-    return f"{text}: {value}, {', '.join(facts)}"
+    return f"{text}: {value}"
+
+
+def _format_facts(judged: PartJudgement) -> str:
+    """Return the margin and what attention gains; '' where no cost is measured in them."""
+    spec, sample = judged.comparison.spec, judged.part.sample
+    if sample.interval(LEVEL) is None or is_at_ceiling(judged):
+        return ""
+    facts = f"margin {spec.margin:g}"
+    if judged.unit is Unit.RATIO or (worth := _attention_worth(judged)) is None:
+        return facts
+    # With standard as the arm, the floor was compared with the variant.
+    if is_about_standard(spec):
+        worth -= sample.mean
+    return f"{facts}, attention {worth:.3f}"
 
 
 def is_at_ceiling(judged: PartJudgement) -> bool:

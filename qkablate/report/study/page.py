@@ -10,6 +10,7 @@ from pathlib import Path
 
 from qkablate.analysis.claims.claim import Claim
 from qkablate.analysis.claims.judgement import Judgement
+from qkablate.analysis.comparison.audit import LIMITS
 from qkablate.analysis.comparison.decision import Verdict
 from qkablate.analysis.publication.archive import CHECKSUMS
 from qkablate.disk import make_folder, read_file, replace_file
@@ -36,16 +37,23 @@ _COST = f"cost of the variant (+: worse), {100 * LEVEL:g} % interval"
 _LEGEND = (
     "Margin: the smallest difference that the claim counts. Attention: what standard gains by it in"
     " this setting. REFUTED: the interval excludes the claim. EQUIVALENT: it excludes the claim and"
-    " lies within ± the margin. UNDERPOWERED: undecided. At these rates: a finer search for rates"
-    " may change the answer. On these documents: so may other test documents, over which no"
-    " interval here varies. Where content is not shown to matter: in this setting standard is not"
-    " shown to be better than `static_scores`, learned weights by position that look at no token,"
-    " so that the answer may be about learning those; in the settings of other claims this was"
-    " mostly not measured. Most answers hold barring rare failed runs; each section has its"
-    " conditions. Parts whose verdict differs from the claim's are marked with it. Intervals are"
-    " of 90 %, so that their ends are one-sided bounds of 95 %; the tests that decide are"
-    " adjusted for the parts of a claim, not for the number of claims."
+    " lies within ± the margin. UNDERPOWERED: undecided. Marks are explained below the table. Most"
+    " answers hold barring rare failed runs; each section has its conditions. Parts whose verdict"
+    " differs from the claim's are marked with it. Intervals are of 90 %, so that their ends are"
+    " one-sided bounds of 95 %; the tests that decide are adjusted for the parts of a claim, not"
+    " for the number of claims."
 )
+# What limits an answer, by the check of the audit that warns of it; the table has the marks.
+NOTES = {
+    "learning rate": "a finer search for learning rates may change the answer",
+    "documents": "other test documents may change the answer; no interval here varies over them",
+    "content": "standard is not shown to be better than `static_scores`, learned weights by"
+    " position that look at no token, so that the answer may be about learning those; in the"
+    " settings of answers without this mark that was mostly not measured",
+    "n-grams": "standard's loss is not below that of the best n-gram of the same text",
+    "extrapolation": "the losses at ∞ tokens are extrapolated",
+}
+_MARKS = dict(zip(NOTES, "¹²³⁴⁵", strict=True))
 _OTHER_SEEDS = "Other seeds would give other numbers; the intervals say by how much"
 _HOW = """
 ```bash
@@ -93,10 +101,11 @@ def write_study(study: Path) -> list[Path]:
 def format_answers(claims: list[StudiedClaim], most: int = 1, *, linked: bool = False) -> str:
     """Return the table of the claims that have ended, by question; or ''.
 
-    It has the costs of `most` parts of each at most, and on the page links to the sections.
+    It has the costs of `most` parts of each at most, and on the page links to the sections. Marks
+    say what limits an answer.
     """
     rows: list[list[str]] = []
-    asked = None
+    asked, found = None, set[str]()
     for studied in claims:
         judged, name = studied.judgement, studied.claim.name
         if not judged.has_ended:
@@ -106,16 +115,18 @@ def format_answers(claims: list[StudiedClaim], most: int = 1, *, linked: bool = 
             asked = question
         asks = escape_markdown(ask_claim(name, studied.claim.says))
         asks += f" [{name}](#{_anchor(studied)})" if linked else f" `{name}`"
+        word = _format_word(judged) + (", exploratory" if judged.exploratory else "")
         # That rare outliers are excluded stands beside the table, and which parts in the section.
-        limits = [text.partition(" (")[0] for text in judged.scope]
-        limits += ["exploratory"] if judged.exploratory else []
-        answer = f"{ANSWER_OF[judged.word]} ({', '.join([_format_word(judged), *limits])})"
+        limits = [name for name in _MARKS if any(s.startswith(LIMITS[name]) for s in judged.scope)]
+        answer = " ".join([f"{ANSWER_OF[judged.word]} ({word})", *(_MARKS[n] for n in limits)])
+        found |= {*limits}
         costs = Markdown("<br>".join(map(escape_markdown, format_costs(studied, most))))
         rows.append([Markdown(asks), answer, costs, studied.data, str(judged.n)])
     if not rows:
         return ""
     table = format_markdown(Table("", ["question", "answer", _COST, "data", "n"], rows))
-    return table.partition("\n\n")[2].strip() + "\n"
+    notes = [f"- {_MARKS[name]} {LIMITS[name]}: {NOTES[name]}" for name in NOTES if name in found]
+    return "\n".join([table.partition("\n\n")[2].strip(), "", *notes]).strip() + "\n"
 
 
 def _format_word(judgement: Judgement) -> str:

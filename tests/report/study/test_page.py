@@ -6,10 +6,11 @@ from pathlib import Path
 
 import pytest
 
+from qkablate.analysis.comparison.audit import LIMITS
 from qkablate.analysis.comparison.decision import BEFORE_NGRAMS, WITHOUT_CONTENT
 from qkablate.analysis.stats import Sample
 from qkablate.report.study.costs import LEVEL
-from qkablate.report.study.page import PAGE, SNIPPET, find_histories, make_page
+from qkablate.report.study.page import NOTES, PAGE, SNIPPET, find_histories, make_page
 from qkablate.report.study.pictures import draw_pictures, read_hash
 from qkablate.report.text.claims import format_judgement
 from tests.cli.helpers import assert_refused
@@ -17,6 +18,7 @@ from tests.cli.helpers import assert_refused
 ROOT = Path(__file__).parents[3]
 STUDY = ROOT / "docs" / "study"
 COST = "no_q: +0.049 [+0.047, +0.051] nats, margin 3, attention 0.001"
+RATES, DOCUMENTS, CONTENT, NGRAMS = "¹²³⁴"  # what limits an answer
 
 
 @pytest.fixture(scope="module")
@@ -43,14 +45,20 @@ def test_pictures_in_the_docs_are_those_of_the_published_runs(pictures):
 def test_answers_are_those_of_the_verdicts():
     rows = (STUDY / SNIPPET).read_text(encoding="utf-8").splitlines()
     for name, answer in (
-        ("directed", "yes (SUPPORTED, at these rates)"),
-        ("encoder_decoder", "no (REFUTED in 1 part of 2, on these documents)"),
-        ("one_projection_as_published", "no (REFUTED in 1 part of 5, at these rates)"),
-        ("w_q_necessary", f"no (EQUIVALENT, {WITHOUT_CONTENT}, {BEFORE_NGRAMS})"),
+        ("directed", f"yes (SUPPORTED) {RATES}"),
+        ("encoder_decoder", f"no (REFUTED in 1 part of 2) {DOCUMENTS}"),
+        ("one_projection_as_published", f"no (REFUTED in 1 part of 5) {RATES}"),
+        ("w_q_necessary", f"no (EQUIVALENT) {CONTENT} {NGRAMS}"),
         ("qq_in_encoder", "undecided (UNDERPOWERED)"),
     ):
         (row,) = [row for row in rows if f" `{name}` |" in row]
         assert f"| {answer} |" in row
+    for mark, limit in zip((CONTENT, NGRAMS), (WITHOUT_CONTENT, BEFORE_NGRAMS), strict=True):
+        assert sum(row.startswith(f"- {mark} {limit}: ") for row in rows) == 1
+
+
+def test_every_limit_of_a_verdict_is_explained():
+    assert NOTES.keys() == LIMITS.keys()
 
 
 def test_figures_of_the_readme_are_those_of_the_claims(studied):
@@ -70,16 +78,18 @@ def test_figures_of_the_readme_are_those_of_the_claims(studied):
     gap = blocks.deciding[0].gaps[1]  # what is subtracted: one W with four heads, in GPT-2's block
     assert (gap.arm.arm.variant, gap.arm.arm.config.model.mlp) == ("merged_w", "gelu")
     found["four_heads"] = (gap.sample.mean, *gap.sample.interval(LEVEL))
-    lost = {"part_of_speech": "shared", "optimizer_matters": "shared_qk"}
-    for (claim, part), end in zip(lost.items(), (" of accuracy", " under Muon"), strict=True):
-        low, size, high = sorted(map(abs, found[claim, part]))
-        assert f"{size:.3f} [{low:.3f}, {high:.3f}]{end}" in readme
-    better = [("merged_performance", "loss"), ("low_rank", "full_is_worse"), "four_heads"]
-    better.append(("without_both", "by_position"))
+    better = [("merged_performance", "loss"), ("without_both", "by_position"), "four_heads"]
     for mean, low, high in map(found.get, better):
         assert f"is {-mean:.3f} [{-high:.3f}, {-low:.3f}] better" in readme
-    own_vectors = found["without_both", "own_vectors"]
-    assert "{:+.3f} [{:+.3f}, {:+.3f}]".format(*own_vectors) in readme
+    mean, low, high = found["content_with_rope", "content"]
+    assert f"leads the table by {mean:.3f} [{low:.3f}, {high:.3f}]" in readme
+    (recall,) = (one for one in studied if one.claim.name == "where_content_matters")
+    arms = {entry.arm.variant: entry for entry in recall.judgement.study.entries}
+    assert f"that table answers {arms['static_scores'].accuracy:.1%}".replace("%", " %") in readme
+    solved = [sum(r.accuracy > 0.9995 for r in e.records.values()) for e in arms.values()]
+    counts = {"standard": 16, "no_q": 16, "merged_w": 16, "shared_qk": 15}
+    others = {"static_scores": 0, "uniform": 0}
+    assert dict(zip(arms, solved, strict=True)) == counts | others
     for part in ("w_o", "w_v"):  # the claim is about standard
         mean, low, high = found["break_even", part]
         assert f"{-mean:+.3f} [{-high:+.3f}, {-low:+.3f}]" in readme
