@@ -21,7 +21,7 @@ def format_costs(studied: StudiedClaim, most: int) -> list[str]:
     judged, parts = studied.judgement, studied.deciding
     # A line for one more says less than its cost.
     shown, hidden = (parts, []) if len(parts) <= most + 1 else (parts[:most], parts[most:])
-    costs = [_format_cost(part, name_part(studied, part)) for part in shown]
+    costs = [_format_cost(part, _name_in_row(studied, part)) for part in shown]
     facts = [_format_facts(part) for part in shown]
     are_shared = len(shown) > 1 and len({*facts}) == 1
     lines = []
@@ -34,6 +34,13 @@ def format_costs(studied: StudiedClaim, most: int) -> list[str]:
         is_told = [*others] == [judged.word]
         lines.append(f"{others.total()} more" + ("" if is_told else f": {', '.join(words)}"))
     return [*lines, facts[0]] if are_shared and facts[0] else lines
+
+
+def _name_in_row(studied: StudiedClaim, judged: PartJudgement) -> str:
+    """Return what a part compares, without the only data set of its claim."""
+    name, dataset = name_part(studied, judged), judged.comparison.dataset
+    are_several = len({part.comparison.dataset for part in studied.judgement.parts}) > 1
+    return name if are_several else name.replace(f" on {dataset}", "", 1)
 
 
 def name_part(studied: StudiedClaim, judged: PartJudgement) -> str:

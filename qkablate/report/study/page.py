@@ -4,6 +4,7 @@ Everything on it comes from the archives in the study's folder: `qkablate report
 and nobody by hand.
 """
 
+import itertools
 import re
 from collections.abc import Iterable
 from pathlib import Path
@@ -74,7 +75,9 @@ def make_page(
     """
     open_claims = find_open_claims(claims)
     parts = [_format_answer(claims, open_claims, pictures)]
-    parts += [_format_claim(studied, pictures, histories) for studied in claims]
+    for question, own in itertools.groupby(claims, lambda one: find_question(one.claim.name)):
+        parts.append(f"## {escape_markdown(question)}")
+        parts += [_format_claim(studied, pictures, histories) for studied in own]
     parts += [format_anchors(claims, histories)]
     parts += [_format_open(open_claims)] if open_claims else []
     page = "\n\n".join(parts) + "\n"
@@ -111,20 +114,21 @@ def format_answers(claims: list[StudiedClaim], most: int = 1, *, linked: bool = 
         if not judged.has_ended:
             continue
         if (question := find_question(name)) != asked:
-            rows.append([Markdown(f"**{escape_markdown(question)}**"), "", "", "", ""])
+            rows.append([Markdown(f"**{escape_markdown(question)}**"), "", "", ""])
             asked = question
         asks = escape_markdown(ask_claim(name, studied.claim.says))
         asks += f" [{name}](#{_anchor(studied)})" if linked else f" `{name}`"
+        asks += f", on {studied.data}"
         word = _format_word(judged) + (", exploratory" if judged.exploratory else "")
         # That rare outliers are excluded stands beside the table, and which parts in the section.
         limits = [name for name in _MARKS if any(s.startswith(LIMITS[name]) for s in judged.scope)]
         answer = " ".join([f"{ANSWER_OF[judged.word]} ({word})", *(_MARKS[n] for n in limits)])
         found |= {*limits}
         costs = Markdown("<br>".join(map(escape_markdown, format_costs(studied, most))))
-        rows.append([Markdown(asks), answer, costs, studied.data, str(judged.n)])
+        rows.append([Markdown(asks), answer, costs, str(judged.n)])
     if not rows:
         return ""
-    table = format_markdown(Table("", ["question", "answer", _COST, "data", "n"], rows))
+    table = format_markdown(Table("", ["question", "answer", _COST, "n"], rows))
     notes = [f"- {_MARKS[name]} {LIMITS[name]}: {NOTES[name]}" for name in NOTES if name in found]
     return "\n".join([table.partition("\n\n")[2].strip(), "", *notes]).strip() + "\n"
 
@@ -172,7 +176,7 @@ def _format_answer(claims: list[StudiedClaim], open_claims: list[Claim], picture
 def _format_claim(studied: StudiedClaim, pictures: set[str], histories: set[str]) -> str:
     claim, judgement, section = studied.claim, studied.judgement, studied.section
     registration = studied.registration
-    lines = [f"## {claim.title} {{ #{_anchor(studied)} }}", ""]
+    lines = [f"### {claim.title} {{ #{_anchor(studied)} }}", ""]
     lines += [f"> {escape_markdown(claim.says)}", "", f"From {escape_markdown(claim.source)}.", ""]
     lines += [f"**{escape_markdown(studied.verdict)}**", ""]
     if claim.name in histories:
@@ -186,15 +190,15 @@ def _format_claim(studied: StudiedClaim, pictures: set[str], histories: set[str]
     ]
     lines += ["", escape_markdown(format_setting(section)), ""]
     if (table := make_claim_table(judgement)).rows:
-        lines += [format_markdown(table).replace("### parts of the claim", "### Parts", 1), ""]
+        lines += [format_markdown(table).replace("### parts of the claim", "#### Parts", 1), ""]
     for end, text in (("parts", "Estimates"), ("losses", "Loss"), ("gap-curves", "Gap")):
         if (name := f"{studied.slug}-{end}") in pictures:
             lines += [_format_picture(name, f"{text} of {claim.title}"), ""]
     lines += [escape_markdown(text) for text in summarize(section)]
-    lines += ["", "### The audit", ""]
+    lines += ["", "#### The audit", ""]
     lines += [f"- {escape_markdown(line.strip())}" for line in format_audit(judgement.parts)]
-    lines += ["", "### What this does not say", "", _format_limits(section), ""]
-    lines += ["### Run it", "", "```bash", studied.command, "```", ""]
+    lines += ["", "#### What this does not say", "", _format_limits(section), ""]
+    lines += ["#### Run it", "", "```bash", studied.command, "```", ""]
     lines += [_format_training(studied), ""]
     lines.append(
         f"Registered {registration.when[:19]} with hash `{claim.hash[:12]}` under version"

@@ -51,7 +51,7 @@ def test_answers_are_those_of_the_verdicts():
         ("w_q_necessary", f"no (EQUIVALENT) {CONTENT} {NGRAMS}"),
         ("qq_in_encoder", "undecided (UNDERPOWERED)"),
     ):
-        (row,) = [row for row in rows if f" `{name}` |" in row]
+        (row,) = [row for row in rows if f" `{name}`, on " in row]
         assert f"| {answer} |" in row
     for mark, limit in zip((CONTENT, NGRAMS), (WITHOUT_CONTENT, BEFORE_NGRAMS), strict=True):
         assert sum(row.startswith(f"- {mark} {limit}: ") for row in rows) == 1
@@ -121,9 +121,9 @@ def test_page_has_answer_evidence_and_limits(study):
     assert "| **Other claims** |" in page
     (row,) = [line for line in page.splitlines() if line.startswith("| Keys alone")]
     name, verdict, *answer = row.strip("| ").split(" | ")
-    assert re.fullmatch(r"Keys alone are enough\. \[mine\]\(#([\w-]+)\)", name)
-    assert f"{{ {name.partition('(')[2].rstrip(')')} }}" in page  # the section it leads to
-    assert (verdict, *answer) == ("could not tell (INSENSITIVE)", COST, "text", "3")
+    assert re.fullmatch(r"Keys alone are enough\. \[mine\]\(#([\w-]+)\), on text", name)
+    assert f"{{ {name.partition('(')[2].partition(')')[0]} }}" in page  # the section it leads to
+    assert (verdict, *answer) == ("could not tell (INSENSITIVE)", COST, "3")
     for text in (
         "From a comment.",
         "no_q is not worse than standard by 3, at equal tokens",
@@ -143,12 +143,10 @@ def test_page_has_answer_evidence_and_limits(study):
 
 def test_table_for_a_readme_has_the_same_figures(study):
     (head, _, question, row) = (study / SNIPPET).read_text(encoding="utf-8").splitlines()
-    assert (
-        head == "| question | answer | cost of the variant (+: worse), 90 % interval | data | n |"
-    )
-    assert question == "| **Other claims** |  |  |  |  |"
+    assert head == "| question | answer | cost of the variant (+: worse), 90 % interval | n |"
+    assert question == "| **Other claims** |  |  |  |"
     answer = "could not tell (INSENSITIVE)"
-    assert row == f"| Keys alone are enough. `mine` | {answer} | {COST} | text | 3 |"
+    assert row == f"| Keys alone are enough. `mine`, on text | {answer} | {COST} | 3 |"
 
 
 def test_page_and_pictures_are_the_same_when_made_again(study, qkablate):
