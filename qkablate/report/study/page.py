@@ -26,7 +26,13 @@ from qkablate.report.study.pictures import (
     read_hash,
 )
 from qkablate.report.study.questions import ANSWER_OF, ask_claim, find_question
-from qkablate.report.text.claims import format_audit, format_spec, make_claim_table
+from qkablate.report.text.claims import (
+    format_audit,
+    format_details,
+    format_seeds_needed,
+    format_spec,
+    make_part_table,
+)
 from qkablate.report.text.setting import format_setting
 from qkablate.report.text.summary import summarize
 from qkablate.report.text.table import Code, Markdown, Table, escape_markdown, format_markdown
@@ -178,7 +184,8 @@ def _format_claim(studied: StudiedClaim, pictures: set[str], histories: set[str]
     registration = studied.registration
     lines = [f"### {claim.title} {{ #{_anchor(studied)} }}", ""]
     lines += [f"> {escape_markdown(claim.says)}", "", f"From {escape_markdown(claim.source)}.", ""]
-    lines += [f"**{escape_markdown(studied.verdict)}**", ""]
+    verdict, *_ = summarize(section)  # what else it says is in the table of the parts
+    lines += [f"**{escape_markdown(studied.verdict)}**", "", escape_markdown(verdict), ""]
     if claim.name in histories:
         text = "Earlier registrations and limitations"
         lines += [f"{text}: [{REGISTRATIONS}]({REGISTRATIONS}#{claim.name}).", ""]
@@ -189,13 +196,14 @@ def _format_claim(studied: StudiedClaim, pictures: set[str], histories: set[str]
         f"- {name}: {escape_markdown(format_spec(spec))}" for name, spec in claim.parts.items()
     ]
     lines += ["", escape_markdown(format_setting(section)), ""]
-    if (table := make_claim_table(judgement)).rows:
-        lines += [format_markdown(table).replace("### parts of the claim", "#### Parts", 1), ""]
+    head, rows = make_part_table(judgement)
+    if rows:
+        notes = [*format_details(judgement), *format_seeds_needed(judgement)]
+        lines += ["#" + format_markdown(Table("Parts", head, rows, notes)), ""]
     for end, text in (("parts", "Estimates"), ("losses", "Loss"), ("gap-curves", "Gap")):
         if (name := f"{studied.slug}-{end}") in pictures:
             lines += [_format_picture(name, f"{text} of {claim.title}"), ""]
-    lines += [escape_markdown(text) for text in summarize(section)]
-    lines += ["", "#### The audit", ""]
+    lines += ["#### The audit", ""]
     lines += [f"- {escape_markdown(line.strip())}" for line in format_audit(judgement.parts)]
     lines += ["", "#### What this does not say", "", _format_limits(section), ""]
     lines += ["#### Run it", "", "```bash", studied.command, "```", ""]
