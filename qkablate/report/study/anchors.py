@@ -12,7 +12,7 @@ from qkablate.analysis.claims.judgement import PartJudgement
 from qkablate.analysis.claims.measures import Unit
 from qkablate.report.study.claims import StudiedClaim
 from qkablate.report.study.costs import is_at_ceiling
-from qkablate.report.text.table import Table, escape_markdown, format_markdown
+from qkablate.report.text.table import Markdown, Table, escape_markdown, format_markdown
 
 _FILE = Path(__file__).with_suffix(".yaml")
 _COLUMNS = ["asked", "they report", "they found", "here, with 95 % interval", "found here"]
@@ -34,6 +34,7 @@ class Anchor:
     part: str | None = None
     data: str | None = None  # of a part that compares on several
     command: str | None = None
+    section: str | None = None  # of the registrations, with runs of no claim
     note: str | None = None  # why the two differ; a section of the registrations tells more
 
 
@@ -69,7 +70,7 @@ def format_anchors(claims: list[StudiedClaim], histories: Collection[str]) -> st
     sources = {anchor.source: anchor.link for anchor in load_anchors() if anchor.link}
     links = ", ".join(f"[{escape_markdown(name)}]({link})" for name, link in sources.items())
     parts = [
-        "## Comparison with published results { #published }",
+        "## Comparison with published results",
         "What others report, and what the same question gave here, at the size of this page's"
         " models. Equal: the 95 % interval lies within the margin of the claim's part. None seen:"
         " every run answers everything, so that only a run that fails could show a difference; with"
@@ -95,6 +96,8 @@ def format_anchors(claims: list[StudiedClaim], histories: Collection[str]) -> st
 def _make_row(anchor: Anchor, studied: StudiedClaim | None) -> list[str]:
     reported = f"{anchor.source}: {anchor.setting}: {anchor.reported}"
     cells = [anchor.asks, reported, anchor.found or "–"]
+    if anchor.section is not None:
+        return [*cells, Markdown(f"[not published](registrations.md#{anchor.section})"), "–"]
     if studied is None:
         return [*cells, "–", "not run"]
     if not studied.judgement.has_ended:

@@ -4,6 +4,7 @@ Everything on it comes from the archives in the study's folder: `qkablate report
 and nobody by hand.
 """
 
+import html
 import itertools
 import re
 from collections.abc import Iterable
@@ -25,7 +26,12 @@ from qkablate.report.study.pictures import (
     draw_pictures,
     read_hash,
 )
-from qkablate.report.study.questions import ANSWER_OF, ask_claim, find_question
+from qkablate.report.study.questions import (
+    ANSWER_OF,
+    ask_claim,
+    find_question,
+    load_doubts,
+)
 from qkablate.report.text.claims import (
     format_audit,
     format_details,
@@ -42,25 +48,26 @@ PAGE, SNIPPET, REGISTRATIONS = "index.md", "answers.txt", "registrations.md"
 _MOST_PARTS = 4  # of a claim in the table of the page; in that for a README one
 _COST = f"cost of the variant (+: worse), {100 * LEVEL:g} % interval"
 _LEGEND = (
-    "Margin: the smallest difference that the claim counts. Attention: what standard gains by it in"
-    " this setting. REFUTED: the interval excludes the claim. EQUIVALENT: it excludes the claim and"
-    " lies within ± the margin. UNDERPOWERED: undecided. Marks are explained below the table. Most"
-    " answers hold barring rare failed runs; each section has its conditions. Parts whose verdict"
-    " differs from the claim's are marked with it. Intervals are of 90 %, so that their ends are"
-    " one-sided bounds of 95 %; the tests that decide are adjusted for the parts of a claim, not"
-    " for the number of claims."
+    "Margin: the smallest difference that the claim counts. Attention: what standard gains beside"
+    " uniform averaging, in the same setting. REFUTED: the interval excludes the claim."
+    " EQUIVALENT: it excludes the claim and lies within ± the margin. UNDERPOWERED: undecided."
+    " Marks are explained below the table. Most verdicts assume that failed runs are no more"
+    " frequent than was observed; each section says how many would overturn them. Parts whose"
+    " verdict differs from the claim's are marked with it. Intervals are of 90 %, so that their"
+    " ends are one-sided bounds of 95 %; the tests that decide are adjusted for the parts of a"
+    " claim, not for the number of claims."
 )
 # What limits an answer, by the check of the audit that warns of it; the table has the marks.
 NOTES = {
     "learning rate": "a finer search for learning rates may change the answer",
     "documents": "other test documents may change the answer; no interval here varies over them",
-    "content": "standard is not shown to be better than `static_scores`, learned weights by"
-    " position that look at no token, so that the answer may be about learning those; in the"
-    " settings of answers without this mark that was mostly not measured",
+    "content": "standard is not shown to be better than `static_scores`, a learned table of weights"
+    " by position that looks at no token, so the answer may be about attention by position only; in"
+    " the settings of answers without this mark that was mostly not measured",
     "n-grams": "standard's loss is not below that of the best n-gram of the same text",
     "extrapolation": "the losses at ∞ tokens are extrapolated",
 }
-_MARKS = dict(zip(NOTES, "¹²³⁴⁵", strict=True))
+_MARKS, _DOUBT = dict(zip(NOTES, "¹²³⁴⁵", strict=True)), "†"
 _OTHER_SEEDS = "Other seeds would give other numbers; the intervals say by how much"
 _HOW = """
 ```bash
@@ -128,14 +135,20 @@ def format_answers(claims: list[StudiedClaim], most: int = 1, *, linked: bool = 
         word = _format_word(judged) + (", exploratory" if judged.exploratory else "")
         # That rare outliers are excluded stands beside the table, and which parts in the section.
         limits = [name for name in _MARKS if any(s.startswith(LIMITS[name]) for s in judged.scope)]
-        answer = " ".join([f"{ANSWER_OF[judged.word]} ({word})", *(_MARKS[n] for n in limits)])
-        found |= {*limits}
+        marks = [*(_MARKS[limit] for limit in limits), *[_DOUBT] * (name in load_doubts())]
+        answer = " ".join([f"{ANSWER_OF[judged.word]} ({word})", *marks])
+        found |= {*marks}
         costs = Markdown("<br>".join(map(escape_markdown, format_costs(studied, most))))
         rows.append([Markdown(asks), answer, costs, str(judged.n)])
     if not rows:
         return ""
     table = format_markdown(Table("", ["question", "answer", _COST, "n"], rows))
-    notes = [f"- {_MARKS[name]} {LIMITS[name]}: {NOTES[name]}" for name in NOTES if name in found]
+    notes = [
+        f"- {mark} {LIMITS[name]}: {NOTES[name]}" for name, mark in _MARKS.items() if mark in found
+    ]
+    notes += ["- † in doubt: one part is not to be relied on, and its section says why"] * (
+        _DOUBT in found
+    )
     return "\n".join([table.partition("\n\n")[2].strip(), "", *notes]).strip() + "\n"
 
 
@@ -182,10 +195,12 @@ def _format_answer(claims: list[StudiedClaim], open_claims: list[Claim], picture
 def _format_claim(studied: StudiedClaim, pictures: set[str], histories: set[str]) -> str:
     claim, judgement, section = studied.claim, studied.judgement, studied.section
     registration = studied.registration
-    lines = [f"### {claim.title} {{ #{_anchor(studied)} }}", ""]
+    lines = [f'<a id="{_anchor(studied)}"></a>', "", f"### {claim.title}", ""]
     lines += [f"> {escape_markdown(claim.says)}", "", f"From {escape_markdown(claim.source)}.", ""]
     verdict, *_ = summarize(section)  # what else it says is in the table of the parts
     lines += [f"**{escape_markdown(studied.verdict)}**", "", escape_markdown(verdict), ""]
+    if claim.name in load_doubts():
+        lines += [f"**In doubt:** {escape_markdown(load_doubts()[claim.name])}", ""]
     if claim.name in histories:
         text = "Earlier registrations and limitations"
         lines += [f"{text}: [{REGISTRATIONS}]({REGISTRATIONS}#{claim.name}).", ""]
@@ -271,11 +286,13 @@ def _format_open(claims: list[Claim]) -> str:
         for claim in claims
     ]
     table = format_markdown(Table("", ["claim", "says", "command", "minutes on two cores"], rows))
-    return f"## Not run {{ #not-run }}\n\n{table.partition(chr(10) * 2)[2].strip()}"
+    return f"## Not run\n\n{table.partition(chr(10) * 2)[2].strip()}"
 
 
 def _format_picture(name: str, text: str) -> str:
-    return f"![{text}]({name}.svg#only-light)\n![{text}]({name}-dark.svg#only-dark)"
+    dark = f'<source media="(prefers-color-scheme: dark)" srcset="{name}-dark.svg">'
+    image = f'<img src="{name}.svg" alt="{html.escape(text)}">'
+    return f"<picture>\n  {dark}\n  {image}\n</picture>"
 
 
 def _anchor(studied: StudiedClaim) -> str:

@@ -2,6 +2,7 @@
 
 from functools import cache
 from pathlib import Path
+from typing import Any
 
 import yaml
 
@@ -20,10 +21,19 @@ ANSWER_OF = {
 
 
 @cache
+def _load() -> list[dict[str, Any]]:
+    entries: list[dict[str, Any]] = yaml.safe_load(_FILE.read_text(encoding="utf-8"))
+    return entries
+
+
 def load_questions() -> dict[str, dict[str, str]]:
     """Return for each question its claims, each with its own question, in the order of the page."""
-    entries = yaml.safe_load(_FILE.read_text(encoding="utf-8"))
-    return {entry["asks"]: entry["claims"] for entry in entries}
+    return {entry["asks"]: entry["claims"] for entry in _load()}
+
+
+def load_doubts() -> dict[str, str]:
+    """Return for some claims what their verdict should not be relied on for."""
+    return {claim: text for entry in _load() for claim, text in entry.get("doubts", {}).items()}
 
 
 def find_question(claim: str) -> str:

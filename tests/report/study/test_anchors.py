@@ -2,6 +2,7 @@
 
 import math
 import shlex
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -19,6 +20,8 @@ from qkablate.report.study.anchors import (
     load_anchors,
 )
 from qkablate.report.study.costs import is_at_ceiling
+
+ROOT = Path(__file__).parents[3]
 
 
 @pytest.mark.parametrize("anchor", load_anchors(), ids=lambda anchor: anchor.source[:12])
@@ -69,6 +72,10 @@ def test_figures_of_the_study_are_those_of_its_runs(studied):
                 continue
             assert f"{part.unit.natural(part.part.sample.mean) + 0.0:+.4f} [" in row
             assert row.endswith(f"| {find_outcome(part)} |")
-        else:
+        elif anchor.section is None:
             assert row.endswith("| not run |")
+        else:
+            assert f"(registrations.md#{anchor.section})" in row
+            text = (ROOT / "docs" / "study" / "registrations.md").read_text(encoding="utf-8")
+            assert f"\n## {anchor.section}\n" in text
         assert anchor.command is None or f"`{anchor.command}`" in page

@@ -12,7 +12,9 @@ from qkablate.analysis.stats import Sample
 from qkablate.report.study.costs import LEVEL
 from qkablate.report.study.page import NOTES, PAGE, SNIPPET, find_histories, make_page
 from qkablate.report.study.pictures import draw_pictures, read_hash
+from qkablate.report.study.questions import load_doubts
 from qkablate.report.text.claims import format_judgement
+from qkablate.report.text.table import escape_markdown
 from tests.cli.helpers import assert_refused
 
 ROOT = Path(__file__).parents[3]
@@ -57,6 +59,16 @@ def test_answers_are_those_of_the_verdicts():
         assert sum(row.startswith(f"- {mark} {limit}: ") for row in rows) == 1
 
 
+def test_doubts_stand_in_the_table_and_in_their_sections():
+    table, *notes = (STUDY / SNIPPET).read_text(encoding="utf-8").split("\n\n")
+    marked = {name for name in load_doubts() if re.search(rf"`{name}`.*† \|", table)}
+    assert marked == load_doubts().keys()
+    assert "† in doubt" in "".join(notes)
+    page = (STUDY / PAGE).read_text(encoding="utf-8")
+    for text in load_doubts().values():
+        assert f"**In doubt:** {escape_markdown(text)}" in page
+
+
 def test_every_limit_of_a_verdict_is_explained():
     assert NOTES.keys() == LIMITS.keys()
 
@@ -72,17 +84,10 @@ def test_figures_of_the_readme_are_those_of_the_claims(studied):
         for one in studied
         for judged in one.deciding
     }
-    for part in ("without_w_q", "without_w_k"):
-        assert "{:+.3f} [{:+.3f}, {:+.3f}]".format(*found["w_q_necessary", part]) in readme
     (blocks,) = (one for one in studied if one.claim.name == "block_matters")
     gap = blocks.deciding[0].gaps[1]  # what is subtracted: one W with four heads, in GPT-2's block
     assert (gap.arm.arm.variant, gap.arm.arm.config.model.mlp) == ("merged_w", "gelu")
     found["four_heads"] = (gap.sample.mean, *gap.sample.interval(LEVEL))
-    better = [("merged_performance", "loss"), ("without_both", "by_position"), "four_heads"]
-    for mean, low, high in map(found.get, better):
-        assert f"is {-mean:.3f} [{-high:.3f}, {-low:.3f}] better" in readme
-    mean, low, high = found["content_with_rope", "content"]
-    assert f"leads the table by {mean:.3f} [{low:.3f}, {high:.3f}]" in readme
     (recall,) = (one for one in studied if one.claim.name == "where_content_matters")
     arms = {entry.arm.variant: entry for entry in recall.judgement.study.entries}
     assert f"that table answers {arms['static_scores'].accuracy:.1%}".replace("%", " %") in readme
@@ -90,13 +95,33 @@ def test_figures_of_the_readme_are_those_of_the_claims(studied):
     counts = {"standard": 16, "no_q": 16, "merged_w": 16, "shared_qk": 15}
     others = {"static_scores": 0, "uniform": 0}
     assert dict(zip(arms, solved, strict=True)) == counts | others
-    for part in ("w_o", "w_v"):  # the claim is about standard
-        mean, low, high = found["break_even", part]
-        assert f"{-mean:+.3f} [{-high:+.3f}, {-low:+.3f}]" in readme
-    one_matrix = [("one_matrix", part) for part in ("queries_and_keys", "and_values")]
-    four_or_one = [("four_or_one", part) for part in ("one", "four")]
-    for part in (("qq_worse", "worse"), *four_or_one, *one_matrix):
-        assert "is {:.3f} [{:.3f}, {:.3f}] worse".format(*found[part]) in readme
+    for claim, part in (
+        ("break_even", "w_o"),
+        ("break_even", "w_v"),
+        ("encoder_translation", "w_o"),
+    ):
+        mean, low, high = found[claim, part]  # the claim is about standard
+        found[claim, part] = -mean, -high, -low
+    for text, name in {
+        "No W_q": ("w_q_necessary", "without_w_q"),
+        "No W_k": ("w_q_necessary", "without_w_k"),
+        "One W in place of W_q W_kᵀ": ("merged_performance", "loss"),
+        "Q = K": ("qq_worse", "worse"),
+        "Q = K = V": ("one_matrix", "and_values"),
+        "No W_o": ("break_even", "w_o"),
+        "No W_v": ("break_even", "w_v"),
+        "Four matrices in place of W_q and W_k": ("four_or_one", "four"),
+        "which looks at no token": ("without_both", "by_position"),
+    }.items():
+        assert "{}: {:+.3f} [{:+.3f}, {:+.3f}]".format(text, *found[name]) in readme
+    for text, name in {
+        "8 % fewer parameters, most of what standard loses with one head;": "four_heads",
+        "with other seeds": ("four_or_one", "one"),
+        "on a GPU,": ("one_matrix", "queries_and_keys"),
+        "no W_o costs": ("encoder_translation", "w_o"),
+        "the table costs": ("content_with_rope", "content"),
+    }.items():
+        assert "{} {:+.3f} [{:+.3f}, {:+.3f}]".format(text, *found[name]) in readme
 
 
 def test_readme_has_the_table_of_the_answers():
@@ -122,7 +147,8 @@ def test_page_has_answer_evidence_and_limits(study):
     (row,) = [line for line in page.splitlines() if line.startswith("| Keys alone")]
     name, verdict, *answer = row.strip("| ").split(" | ")
     assert re.fullmatch(r"Keys alone are enough\. \[mine\]\(#([\w-]+)\), on text", name)
-    assert f"{{ {name.partition('(')[2].partition(')')[0]} }}" in page  # the section it leads to
+    anchor = name.partition("(#")[2].partition(")")[0]
+    assert f'<a id="{anchor}"></a>\n\n### mine (small)\n' in page  # the section it leads to
     assert (verdict, *answer) == ("could not tell (INSENSITIVE)", COST, "3")
     for text in (
         "From a comment.",
@@ -137,7 +163,7 @@ def test_page_has_answer_evidence_and_limits(study):
     ):
         assert text in page
     assert "exploratory" not in page
-    for link in re.findall(r"\]\(([^)#]+)", page):
+    for link in re.findall(r"(?:\]\(|src=\"|srcset=\")([^)#\"]+)", page):
         assert link.startswith("https://") or (study / link).exists(), link
 
 

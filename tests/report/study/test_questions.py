@@ -1,12 +1,18 @@
 """The questions of the study."""
 
+from pathlib import Path
+
+import yaml
+
 from qkablate.analysis.claims.parse import claim_names
 from qkablate.analysis.comparison.decision import Verdict
+from qkablate.report.study import questions
 from qkablate.report.study.questions import (
     ANSWER_OF,
     OTHERS,
     ask_claim,
     find_question,
+    load_doubts,
     load_questions,
     rank_claim,
 )
@@ -25,6 +31,12 @@ def test_claims_ask_what_yes_or_no_answers():
         for name, asks in claims.items():
             assert asks.endswith("?")
             assert ask_claim(name, "It is so.") == asks
+
+
+def test_doubts_are_about_claims_of_their_question():
+    assert load_doubts()
+    for entry in yaml.safe_load((Path(questions.__file__).with_suffix(".yaml")).read_text()):
+        assert entry.get("doubts", {}).keys() <= entry["claims"].keys()
 
 
 def test_yes_means_supported():
