@@ -3,6 +3,7 @@
 import math
 import statistics
 from collections import Counter
+from collections.abc import Mapping
 
 from qkablate.analysis.comparison.curves import Curve, arm_curve, gap_curve, thin
 from qkablate.analysis.stats import Interval
@@ -30,6 +31,7 @@ def loss_chart(section: Section) -> Chart:
     most = points_per_curve(len(section.study.entries))
     with_runs = len(section.study.records) <= MAX_RUNS
     panels, counts, has_chance, has_start = [], [], False, False
+    titles = _title_panels({name: entries[0] for name, entries in section.groups.items()})
     for name, entries in section.groups.items():
         means, runs = list[Spec](), list[Spec]()
         for entry in entries:
@@ -54,8 +56,7 @@ def loss_chart(section: Section) -> Chart:
                 lines = _line_encoding(section, y, "run")
                 layers.append(base.make_layer("line", lines, runs, strokeWidth=0.8, opacity=0.35))
             layers += mean_layers(section, means, y) if means else []
-            title = size_label(name, entries[0].arm.variant)
-            panels.append(base.make_panel(title, means, layers, 240, runs))
+            panels.append(base.make_panel(titles[name], means, layers, 240, runs))
     split = "Validation" if section.metric == VAL else "Training"
     caption = (
         f"{split} loss. Thick lines: mean over completed runs of an arm ({format_n(counts)});"
@@ -75,6 +76,7 @@ def gap_curve_chart(section: Section) -> Chart:
     most = points_per_curve(sum(len(family.gaps) for family in section.families))
     y = base.number_axis("loss", "gap, nats per token", zero=True)
     panels, counts = [], []
+    titles = _title_panels({family.baseline.name: family.baseline for family in section.families})
     for family in section.families:
         rows: list[Spec] = []
         for gap in family.gaps:
@@ -82,9 +84,8 @@ def gap_curve_chart(section: Section) -> Chart:
                 rows += mean_rows(section, curve, gap.arm, band=True)
                 counts.append(curve.samples[0].n)
         if rows:
-            title = size_label(family.baseline.name, family.baseline.arm.variant)
             layers = [base.zero_line("y"), *mean_layers(section, rows, y)]
-            panels.append(base.make_panel(title, rows, layers))
+            panels.append(base.make_panel(titles[family.baseline.name], rows, layers))
     split = "validation" if section.metric == VAL else "training"
     caption = (
         f"Gap in {split} loss to the baseline, paired by seed ({format_n(counts)}). Bands:"
@@ -93,6 +94,13 @@ def gap_curve_chart(section: Section) -> Chart:
     )
     caption += " A single pair has no band." if min(counts, default=2) < 2 else ""
     return Chart("gap-curves", "Gap during training", caption, panels)
+
+
+def _title_panels(baselines: Mapping[str, Entry]) -> dict[str, str]:
+    """Return the sizes as titles; the whole names of those that differ in more than that."""
+    titles = {name: size_label(name, entry.arm.variant) for name, entry in baselines.items()}
+    counts = Counter(titles.values())
+    return {name: title if counts[title] == 1 else name for name, title in titles.items()}
 
 
 def _chance_layers(entries: list[Entry], y: Spec) -> list[Spec]:

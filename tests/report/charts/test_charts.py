@@ -777,3 +777,12 @@ def test_arm_with_the_variant_of_its_baseline_looks_different(section_named):
 def test_legend_shows_the_dash_of_a_line_and_the_shape_of_a_point(section, name, is_line):
     (chart,) = (chart for chart in make_charts(section) if chart.name == name)
     assert ('"symbolType": "stroke"' in json.dumps(combine_panels(chart, section.title))) == is_line
+
+
+def test_panels_of_one_size_have_the_names_of_their_arms(section_named):
+    def titles(name):
+        return [panel.title for panel in charts_by_name(section_named(name))["losses"].panels]
+
+    assert len({*titles("no baseline")}) == 2
+    assert all(title.startswith(("no_q-", "no_k-")) for title in titles("no baseline"))
+    assert not any("standard" in title for title in titles("lengths"))  # the size tells them apart
