@@ -76,6 +76,9 @@ qkablate report docs/study/results       # one page with all charts
 qkablate reproduce all                   # train again, with other seeds: do they agree?
 qkablate reproduce all --check           # train some of the runs again: bit for bit?
 ```
+
+In the audits, `circuit × 32` means that the matrices of a variant's circuit (of queries and keys,
+or else of values and outputs) were trained at 32 times the model's learning rate.
 """
 
 
