@@ -20,6 +20,7 @@ from qkablate.report.section import Section, format_n
 from qkablate.report.study.anchors import format_anchors
 from qkablate.report.study.claims import RESULTS, StudiedClaim, find_open_claims, read_claims
 from qkablate.report.study.costs import LEVEL, format_costs
+from qkablate.report.study.multiplicity import format_multiplicity
 from qkablate.report.study.pictures import (
     ANSWERS,
     COSTS,
@@ -180,6 +181,8 @@ def _format_answer(claims: list[StudiedClaim], open_claims: list[Claim], picture
         if answers
         else "**No claim has been run to its verdict yet.**"
     )
+    if text := format_multiplicity(claims):
+        lines += ["", text]
     if ANSWERS in pictures:
         lines += [
             "",
