@@ -130,9 +130,13 @@ def _format_arms(spec: PartSpec) -> str:
     is_plain = against.get("variant") == "standard" and all(
         arm.get(key, value) == value for key, value in against.items() if key != "variant"
     )
-    against_it = "" if is_plain else f" against {_format_side(against)}"
     than = f" minus {_format_side(spec.than)}" if spec.than else ""
-    return f"{_format_side(arm)}{against_it}{than}"
+    if is_plain:
+        return _format_side(arm) + than
+    shared = {key: value for key, value in arm.items() if against.get(key) == value}
+    arm, against = ({k: v for k, v in s.items() if k not in shared} for s in (arm, against))
+    with_it = f" with {_format_side(shared)}" if shared else ""
+    return f"{_format_side(arm)} against {_format_side(against)}{with_it}{than}"
 
 
 def _format_side(side: Selector) -> str:

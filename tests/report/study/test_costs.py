@@ -64,6 +64,12 @@ def test_a_part_on_several_data_sets_names_each_once(studied):
     assert sorted(names) == sorted(["shared_qk", "tied_qkv", *both])
 
 
+def test_settings_of_both_sides_are_named_once(studied):
+    (one,) = (one for one in studied if one.claim.name == "book_start")
+    start = "init=naive against init=matched with qk=merged ov=no_o"
+    assert start in [cost.partition(":")[0] for cost in format_costs(one, 9)]
+
+
 def test_a_ratio_is_that_of_the_variant_whatever_a_part_compares():
     """If a step of standard takes half the time, one of the variant takes twice as long."""
     values = tuple(math.log(0.5) + shift for shift in (-0.02, -0.01, 0.0, 0.01, 0.02))
