@@ -37,8 +37,13 @@ class StudiedClaim:
 
     @property
     def slug(self) -> str:
-        """Name of the claim's pictures and of its place on the page."""
+        """Name of the claim's pictures."""
         return self.claim.folder_name
+
+    @property
+    def anchor(self) -> str:
+        """Place of the claim's section on the page."""
+        return self.slug.replace("_", "-")
 
     @property
     def archive(self) -> str:

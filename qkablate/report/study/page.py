@@ -11,15 +11,12 @@ from collections.abc import Iterable
 from pathlib import Path
 
 from qkablate.analysis.claims.claim import Claim
-from qkablate.analysis.claims.judgement import Judgement
-from qkablate.analysis.comparison.audit import LIMITS
-from qkablate.analysis.comparison.decision import Verdict
 from qkablate.analysis.publication.archive import CHECKSUMS
 from qkablate.disk import make_folder, read_file, replace_file
 from qkablate.report.section import Section, format_n
 from qkablate.report.study.anchors import format_anchors
+from qkablate.report.study.answers import format_answers
 from qkablate.report.study.claims import RESULTS, StudiedClaim, find_open_claims, read_claims
-from qkablate.report.study.costs import LEVEL, format_costs
 from qkablate.report.study.multiplicity import format_multiplicity
 from qkablate.report.study.pictures import (
     ANSWERS,
@@ -28,8 +25,6 @@ from qkablate.report.study.pictures import (
     read_hash,
 )
 from qkablate.report.study.questions import (
-    ANSWER_OF,
-    ask_claim,
     find_question,
     load_doubts,
 )
@@ -42,12 +37,11 @@ from qkablate.report.text.claims import (
 )
 from qkablate.report.text.setting import format_setting
 from qkablate.report.text.summary import summarize
-from qkablate.report.text.table import Code, Markdown, Table, escape_markdown, format_markdown
+from qkablate.report.text.table import Code, Table, escape_markdown, format_markdown
 from qkablate.table import format_list
 
 PAGE, SNIPPET, REGISTRATIONS = "index.md", "answers.txt", "registrations.md"
 _MOST_PARTS = 4  # of a claim in the table of the page; in that for a README one
-_COST = f"cost of the variant (+: worse), {100 * LEVEL:g} % interval"
 _LEGEND = (
     "Margin: the smallest difference that the claim counts. Attention: what standard gains beside"
     " uniform averaging, in the same setting. REFUTED: the interval excludes the claim."
@@ -58,17 +52,6 @@ _LEGEND = (
     " ends are one-sided bounds of 95 %; the tests that decide are adjusted for the parts of a"
     " claim, not for the number of claims."
 )
-# What limits an answer, by the check of the audit that warns of it; the table has the marks.
-NOTES = {
-    "learning rate": "a finer search for learning rates may change the answer",
-    "documents": "other test documents may change the answer; no interval here varies over them",
-    "content": "standard is not shown to be better than `static_scores`, a learned table of weights"
-    " by position that looks at no token, so the answer may be about attention by position only; in"
-    " the settings of answers without this mark that was mostly not measured",
-    "n-grams": "standard's loss is not below that of the best n-gram of the same text",
-    "extrapolation": "the losses at ∞ tokens are extrapolated",
-}
-_MARKS, _DOUBT = dict(zip(NOTES, "¹²³⁴⁵", strict=True)), "†"
 _OTHER_SEEDS = "Other seeds would give other numbers; the intervals say by how much"
 _HOW = """
 ```bash
@@ -118,52 +101,6 @@ def write_study(study: Path) -> list[Path]:
     return [study / name for name in sorted(names)]
 
 
-def format_answers(claims: list[StudiedClaim], most: int = 1, *, linked: bool = False) -> str:
-    """Return the table of the claims that have ended, by question; or ''.
-
-    It has the costs of `most` parts of each at most, and on the page links to the sections. Marks
-    say what limits an answer.
-    """
-    rows: list[list[str]] = []
-    asked, found = None, set[str]()
-    for studied in claims:
-        judged, name = studied.judgement, studied.claim.name
-        if not judged.has_ended:
-            continue
-        if (question := find_question(name)) != asked:
-            rows.append([Markdown(f"**{escape_markdown(question)}**"), "", "", ""])
-            asked = question
-        asks = escape_markdown(ask_claim(name, studied.claim.says))
-        asks += f" [{name}](#{_anchor(studied)})" if linked else f" `{name}`"
-        asks += f", on {studied.data}"
-        word = _format_word(judged) + (", exploratory" if judged.exploratory else "")
-        # That rare outliers are excluded stands beside the table, and which parts in the section.
-        limits = [name for name in _MARKS if any(s.startswith(LIMITS[name]) for s in judged.scope)]
-        marks = [*(_MARKS[limit] for limit in limits), *[_DOUBT] * (name in load_doubts())]
-        answer = " ".join([f"{ANSWER_OF[judged.word]} ({word})", *marks])
-        found |= {*marks}
-        costs = Markdown("<br>".join(map(escape_markdown, format_costs(studied, most))))
-        rows.append([Markdown(asks), answer, costs, str(judged.n)])
-    if not rows:
-        return ""
-    table = format_markdown(Table("", ["question", "answer", _COST, "n"], rows))
-    notes = [
-        f"- {mark} {LIMITS[name]}: {NOTES[name]}" for name, mark in _MARKS.items() if mark in found
-    ]
-    notes += ["- † in doubt: one part is not to be relied on, and its section says why"] * (
-        _DOUBT in found
-    )
-    return "\n".join([table.partition("\n\n")[2].strip(), "", *notes]).strip() + "\n"
-
-
-def _format_word(judgement: Judgement) -> str:
-    """Return the verdict, with the number of its parts if some were refuted."""
-    refuted = sum(part.word == Verdict.REFUTED for part in judgement.parts)
-    if judgement.word != Verdict.REFUTED or refuted == len(judgement.parts):
-        return judgement.word
-    return f"{judgement.word} in {refuted} part{'s' * (refuted > 1)} of {len(judgement.parts)}"
-
-
 def _format_answer(claims: list[StudiedClaim], open_claims: list[Claim], pictures: set[str]) -> str:
     answers = format_answers(claims, _MOST_PARTS, linked=True)
     results = f"[{RESULTS}]({RESULTS}/{CHECKSUMS})" if claims else RESULTS
@@ -201,7 +138,7 @@ def _format_answer(claims: list[StudiedClaim], open_claims: list[Claim], picture
 def _format_claim(studied: StudiedClaim, pictures: set[str], histories: set[str]) -> str:
     claim, judgement, section = studied.claim, studied.judgement, studied.section
     registration = studied.registration
-    lines = [f'<a id="{_anchor(studied)}"></a>', "", f"### {claim.title}", ""]
+    lines = [f'<a id="{studied.anchor}"></a>', "", f"### {claim.title}", ""]
     lines += [f"> {escape_markdown(claim.says)}", "", f"From {escape_markdown(claim.source)}.", ""]
     verdict, *_ = summarize(section)  # what else it says is in the table of the parts
     lines += [f"**{escape_markdown(studied.verdict)}**", "", escape_markdown(verdict), ""]
@@ -299,10 +236,6 @@ def _format_picture(name: str, text: str) -> str:
     dark = f'<source media="(prefers-color-scheme: dark)" srcset="{name}-dark.svg">'
     image = f'<img src="{name}.svg" alt="{html.escape(text)}">'
     return f"<picture>\n  {dark}\n  {image}\n</picture>"
-
-
-def _anchor(studied: StudiedClaim) -> str:
-    return studied.slug.replace("_", "-")
 
 
 def find_histories(study: Path) -> set[str]:

@@ -6,21 +6,16 @@ from pathlib import Path
 
 import pytest
 
-from qkablate.analysis.comparison.audit import LIMITS
-from qkablate.analysis.comparison.decision import BEFORE_NGRAMS, WITHOUT_CONTENT
 from qkablate.analysis.stats import Sample
 from qkablate.report.study.costs import LEVEL
-from qkablate.report.study.page import NOTES, PAGE, SNIPPET, find_histories, make_page
+from qkablate.report.study.page import PAGE, SNIPPET, find_histories, make_page
 from qkablate.report.study.pictures import draw_pictures, read_hash
-from qkablate.report.study.questions import load_doubts
 from qkablate.report.text.claims import format_judgement
-from qkablate.report.text.table import escape_markdown
 from tests.cli.helpers import assert_refused
 
 ROOT = Path(__file__).parents[3]
 STUDY = ROOT / "docs" / "study"
 COST = "no_q: +0.049 [+0.047, +0.051] nats, margin 3, attention 0.001"
-RATES, DOCUMENTS, CONTENT, NGRAMS = "¹²³⁴"  # what limits an answer
 
 
 @pytest.fixture(scope="module")
@@ -42,35 +37,6 @@ def test_pictures_in_the_docs_are_those_of_the_published_runs(pictures):
         for end in (".svg", "-dark.svg")
     }
     assert {path.name: read_hash(path.read_bytes()) for path in STUDY.glob("*.svg")} == expected
-
-
-def test_answers_are_those_of_the_verdicts():
-    rows = (STUDY / SNIPPET).read_text(encoding="utf-8").splitlines()
-    for name, answer in (
-        ("directed", f"yes (SUPPORTED) {RATES}"),
-        ("encoder_decoder", f"no (REFUTED in 1 part of 2) {DOCUMENTS}"),
-        ("one_projection_as_published", f"no (REFUTED in 1 part of 5) {RATES}"),
-        ("w_q_necessary", f"no (EQUIVALENT) {CONTENT} {NGRAMS}"),
-        ("qq_in_encoder", "undecided (UNDERPOWERED)"),
-    ):
-        (row,) = [row for row in rows if f" `{name}`, on " in row]
-        assert f"| {answer} |" in row
-    for mark, limit in zip((CONTENT, NGRAMS), (WITHOUT_CONTENT, BEFORE_NGRAMS), strict=True):
-        assert sum(row.startswith(f"- {mark} {limit}: ") for row in rows) == 1
-
-
-def test_doubts_stand_in_the_table_and_in_their_sections():
-    table, *notes = (STUDY / SNIPPET).read_text(encoding="utf-8").split("\n\n")
-    marked = {name for name in load_doubts() if re.search(rf"`{name}`.*† \|", table)}
-    assert marked == load_doubts().keys()
-    assert "† in doubt" in "".join(notes)
-    page = (STUDY / PAGE).read_text(encoding="utf-8")
-    for text in load_doubts().values():
-        assert f"**In doubt:** {escape_markdown(text)}" in page
-
-
-def test_every_limit_of_a_verdict_is_explained():
-    assert NOTES.keys() == LIMITS.keys()
 
 
 def test_figures_of_the_readme_are_those_of_the_claims(studied):
@@ -123,11 +89,6 @@ def test_figures_of_the_readme_are_those_of_the_claims(studied):
         "the table costs": ("content_with_rope", "content"),
     }.items():
         assert "{} {:+.3f} [{:+.3f}, {:+.3f}]".format(text, *found[name]) in readme
-
-
-def test_readme_has_the_table_of_the_answers():
-    answers = (STUDY / SNIPPET).read_text(encoding="utf-8")
-    assert answers in (ROOT / "README.md").read_text(encoding="utf-8")
 
 
 @pytest.fixture

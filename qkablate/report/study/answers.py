@@ -1,0 +1,72 @@
+"""The table of the study's answers, and what limits them."""
+
+from qkablate.analysis.claims.judgement import Judgement
+from qkablate.analysis.comparison.audit import LIMITS
+from qkablate.analysis.comparison.decision import Verdict
+from qkablate.report.study.claims import StudiedClaim
+from qkablate.report.study.costs import LEVEL, format_costs
+from qkablate.report.study.questions import (
+    ANSWER_OF,
+    ask_claim,
+    find_question,
+    load_doubts,
+)
+from qkablate.report.text.table import Markdown, Table, escape_markdown, format_markdown
+
+_COST = f"cost of the variant (+: worse), {100 * LEVEL:g} % interval"
+# What limits an answer, by the check of the audit that warns of it; the table has the marks.
+NOTES = {
+    "learning rate": "a finer search for learning rates may change the answer",
+    "documents": "other test documents may change the answer; no interval here varies over them",
+    "content": "standard is not shown to be better than `static_scores`, a learned table of weights"
+    " by position that looks at no token, so the answer may be about attention by position only; in"
+    " the settings of answers without this mark that was mostly not measured",
+    "n-grams": "standard's loss is not below that of the best n-gram of the same text",
+    "extrapolation": "the losses at ∞ tokens are extrapolated",
+}
+_MARKS, _DOUBT = dict(zip(NOTES, "¹²³⁴⁵", strict=True)), "†"
+
+
+def format_answers(claims: list[StudiedClaim], most: int = 1, *, linked: bool = False) -> str:
+    """Return the table of the claims that have ended, by question; or ''.
+
+    It has the costs of `most` parts of each at most, and on the page links to the sections. Marks
+    say what limits an answer.
+    """
+    rows: list[list[str]] = []
+    asked, found = None, set[str]()
+    for studied in claims:
+        judged, name = studied.judgement, studied.claim.name
+        if not judged.has_ended:
+            continue
+        if (question := find_question(name)) != asked:
+            rows.append([Markdown(f"**{escape_markdown(question)}**"), "", "", ""])
+            asked = question
+        asks = escape_markdown(ask_claim(name, studied.claim.says))
+        asks += f" [{name}](#{studied.anchor})" if linked else f" `{name}`"
+        asks += f", on {studied.data}"
+        word = _format_word(judged) + (", exploratory" if judged.exploratory else "")
+        # That rare outliers are excluded stands beside the table, and which parts in the section.
+        limits = [name for name in _MARKS if any(s.startswith(LIMITS[name]) for s in judged.scope)]
+        marks = [*(_MARKS[limit] for limit in limits), *[_DOUBT] * (name in load_doubts())]
+        answer = " ".join([f"{ANSWER_OF[judged.word]} ({word})", *marks])
+        found |= {*marks}
+        costs = Markdown("<br>".join(map(escape_markdown, format_costs(studied, most))))
+        rows.append([Markdown(asks), answer, costs, str(judged.n)])
+    if not rows:
+        return ""
+    table = format_markdown(Table("", ["question", "answer", _COST, "n"], rows))
+    notes = [
+        f"- {mark} {LIMITS[name]}: {NOTES[name]}" for name, mark in _MARKS.items() if mark in found
+    ]
+    if _DOUBT in found:
+        notes.append(f"- {_DOUBT} in doubt: one part is not to be relied on; its section says why")
+    return "\n".join([table.partition("\n\n")[2].strip(), "", *notes]).strip() + "\n"
+
+
+def _format_word(judgement: Judgement) -> str:
+    """Return the verdict, with the number of its parts if some were refuted."""
+    refuted = sum(part.word == Verdict.REFUTED for part in judgement.parts)
+    if judgement.word != Verdict.REFUTED or refuted == len(judgement.parts):
+        return judgement.word
+    return f"{judgement.word} in {refuted} part{'s' * (refuted > 1)} of {len(judgement.parts)}"

@@ -1,0 +1,49 @@
+"""The table of the answers: verdicts, marks of what limits them, and notes on the marks."""
+
+import re
+from pathlib import Path
+
+from qkablate.analysis.comparison.audit import LIMITS
+from qkablate.analysis.comparison.decision import BEFORE_NGRAMS, WITHOUT_CONTENT
+from qkablate.report.study.answers import NOTES
+from qkablate.report.study.page import PAGE, SNIPPET
+from qkablate.report.study.questions import load_doubts
+from qkablate.report.text.table import escape_markdown
+
+ROOT = Path(__file__).parents[3]
+STUDY = ROOT / "docs" / "study"
+RATES, DOCUMENTS, CONTENT, NGRAMS = "¹²³⁴"  # what limits an answer
+
+
+def test_answers_are_those_of_the_verdicts():
+    rows = (STUDY / SNIPPET).read_text(encoding="utf-8").splitlines()
+    for name, answer in (
+        ("directed", f"yes (SUPPORTED) {RATES}"),
+        ("encoder_decoder", f"no (REFUTED in 1 part of 2) {DOCUMENTS}"),
+        ("one_projection_as_published", f"no (REFUTED in 1 part of 5) {RATES}"),
+        ("w_q_necessary", f"no (EQUIVALENT) {CONTENT} {NGRAMS}"),
+        ("qq_in_encoder", "undecided (UNDERPOWERED)"),
+    ):
+        (row,) = [row for row in rows if f" `{name}`, on " in row]
+        assert f"| {answer} |" in row
+    for mark, limit in zip((CONTENT, NGRAMS), (WITHOUT_CONTENT, BEFORE_NGRAMS), strict=True):
+        assert sum(row.startswith(f"- {mark} {limit}: ") for row in rows) == 1
+
+
+def test_doubts_stand_in_the_table_and_in_their_sections():
+    table, *notes = (STUDY / SNIPPET).read_text(encoding="utf-8").split("\n\n")
+    marked = {name for name in load_doubts() if re.search(rf"`{name}`.*† \|", table)}
+    assert marked == load_doubts().keys()
+    assert "† in doubt" in "".join(notes)
+    page = (STUDY / PAGE).read_text(encoding="utf-8")
+    for text in load_doubts().values():
+        assert f"**In doubt:** {escape_markdown(text)}" in page
+
+
+def test_every_limit_of_a_verdict_is_explained():
+    assert NOTES.keys() == LIMITS.keys()
+
+
+def test_readme_has_the_table_of_the_answers():
+    answers = (STUDY / SNIPPET).read_text(encoding="utf-8")
+    assert answers in (ROOT / "README.md").read_text(encoding="utf-8")
