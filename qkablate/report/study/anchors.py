@@ -97,7 +97,7 @@ def _make_row(anchor: Anchor, studied: StudiedClaim | None) -> list[str]:
     reported = f"{anchor.source}: {anchor.setting}: {anchor.reported}"
     cells = [anchor.asks, reported, anchor.found or "–"]
     if anchor.section is not None:
-        return [*cells, Markdown(f"[not published](registrations.md#{anchor.section})"), "–"]
+        return [*cells, Markdown(f"[unpublished runs](registrations.md#{anchor.section})"), "–"]
     if studied is None:
         return [*cells, "–", "not run"]
     if not studied.judgement.has_ended:

@@ -19,8 +19,8 @@ NOTES = {
     "learning rate": "a finer search for learning rates may change the answer",
     "documents": "other test documents may change the answer; no interval here varies over them",
     "content": "standard is not shown to be better than `static_scores`, a learned table of weights"
-    " by position that looks at no token, so the answer may be about attention by position only; in"
-    " the settings of answers without this mark that was mostly not measured",
+    " by position that looks at no token, so the answer may be about attention by position only (in"
+    " the settings of other decided answers that was mostly not measured)",
     "n-grams": "standard's loss is not below that of the best n-gram of the same text",
     "extrapolation": "the losses at ∞ tokens are extrapolated",
 }

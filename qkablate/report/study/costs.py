@@ -134,6 +134,8 @@ def _format_arms(spec: PartSpec) -> str:
     if is_plain:
         return _format_side(arm) + than
     shared = {key: value for key, value in arm.items() if against.get(key) == value}
+    if shared.keys() in (arm.keys(), against.keys()):
+        shared = {}  # one side has nothing but these
     arm, against = ({k: v for k, v in s.items() if k not in shared} for s in (arm, against))
     with_it = f" with {_format_side(shared)}" if shared else ""
     return f"{_format_side(arm)} against {_format_side(against)}{with_it}{than}"

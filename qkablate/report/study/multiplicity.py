@@ -7,33 +7,7 @@ from qkablate.report.study.claims import StudiedClaim
 from qkablate.report.text.table import escape_markdown
 
 
-def find_fragile(parts: list[PartJudgement]) -> list[PartJudgement]:
-    """Return the decided parts that Holm's method over all `parts` leaves undecided."""
-    adjusted = holm([_p_of_verdict(part) for part in parts])
-    pairs = zip(parts, adjusted, strict=True)
-    return [part for part, p in pairs if p >= ALPHA and _p_of_verdict(part) < ALPHA]
-
-
-def format_multiplicity(claims: list[StudiedClaim]) -> str:
-    """Say how many verdicts remain; '' where there is none."""
-    names = {id(part): one.claim.name for one in claims for part in one.deciding}
-    parts = [part for one in claims for part in one.deciding]
-    decided = sum(_p_of_verdict(part) < ALPHA for part in parts)
-    if not decided:
-        return ""
-    fragile = find_fragile(parts)
-    text = (
-        f"Of {decided} decided parts, {decided - len(fragile)} remain decided when they are"
-        f" adjusted for all {len(parts)} parts of these claims (Holm, {100 * ALPHA:g} %), and not"
-        " for those of each claim alone."
-    )
-    if not fragile:
-        return text
-    own = sorted({f"{names[id(part)]} ({part.part.name})" for part in fragile})
-    return f"{text} The others: {escape_markdown(', '.join(own))}."
-
-
-def _p_of_verdict(judged: PartJudgement) -> float:
+def p_of_verdict(judged: PartJudgement) -> float:
     """Return the p-value of the test that decided a part; 1 where none did."""
     match judged.word:
         case Verdict.SUPPORTED:
@@ -43,3 +17,31 @@ def _p_of_verdict(judged: PartJudgement) -> float:
         case Verdict.EQUIVALENT:
             return judged.part.p_equivalent
     return 1.0
+
+
+def find_fragile(parts: list[PartJudgement]) -> list[PartJudgement]:
+    """Return the decided parts that Holm's method over all `parts` leaves undecided."""
+    known = [p_of_verdict(part) for part in parts]
+    adjusted = zip(parts, known, holm(known), strict=True)
+    return [part for part, p, adjusted_p in adjusted if p < ALPHA <= adjusted_p]
+
+
+def format_multiplicity(claims: list[StudiedClaim]) -> str:
+    """Say how many verdicts remain; '' where there is none."""
+    owners = {id(part): one.claim.name for one in claims for part in one.deciding}
+    parts = [part for one in claims for part in one.deciding]
+    decided = [part for part in parts if p_of_verdict(part) < ALPHA]
+    if not decided:
+        return ""
+    fragile = find_fragile(parts)
+    same = sum(not part.part.sample.sd for part in decided)
+    text = (
+        f"Of {len(decided)} decided parts, {same} do not vary between runs: counts, or accuracies"
+        f" of 100 % in every run. Adjusted for all {len(parts)} parts of these claims and not for"
+        f" those of each claim (Holm, {100 * ALPHA:g} %), {len(decided) - len(fragile)} of the"
+        f" {len(decided)} remain decided."
+    )
+    if not fragile:
+        return text
+    own = sorted({f"{owners[id(part)]} ({part.part.name})" for part in fragile})
+    return f"{text} The others: {escape_markdown(', '.join(own))}."

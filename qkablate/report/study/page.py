@@ -43,14 +43,15 @@ from qkablate.table import format_list
 PAGE, SNIPPET, REGISTRATIONS = "index.md", "answers.txt", "registrations.md"
 _MOST_PARTS = 4  # of a claim in the table of the page; in that for a README one
 _LEGEND = (
-    "Margin: the smallest difference that the claim counts. Attention: what standard gains beside"
-    " uniform averaging, in the same setting. REFUTED: the interval excludes the claim."
-    " EQUIVALENT: it excludes the claim and lies within ± the margin. UNDERPOWERED: undecided."
-    " Marks are explained below the table. Most verdicts assume that failed runs are no more"
-    " frequent than was observed; each section says how many would overturn them. Parts whose"
-    " verdict differs from the claim's are marked with it. Intervals are of 90 %, so that their"
-    " ends are one-sided bounds of 95 %; the tests that decide are adjusted for the parts of a"
-    " claim, not for the number of claims."
+    "Margin: the smallest difference that the claim counts. Attention: what the model compared"
+    " with gains beside uniform averaging, in the same setting. REFUTED: the interval excludes the"
+    " claim. EQUIVALENT: it excludes the claim and lies within ± the margin. UNDERPOWERED:"
+    " undecided. Marks are explained below the table; undecided answers have none but †. Most"
+    " verdicts assume that failed runs are no more frequent than was observed; each section says"
+    " how many would overturn them. Parts whose verdict differs from the claim's are marked with"
+    " it. Intervals are of 90 %, so that their ends are one-sided bounds of 95 %; the tests that"
+    " refute a claim are adjusted for its parts, and none for the number of claims (but see below"
+    " the table)."
 )
 _OTHER_SEEDS = "Other seeds would give other numbers; the intervals say by how much"
 _HOW = """
