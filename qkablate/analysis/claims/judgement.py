@@ -101,19 +101,24 @@ class Judgement:
         return self.word != Verdict.INCOMPLETE
 
     @property
-    def scope(self) -> list[str]:
-        """Limits of the verdict by warnings of the audit, with the parts if not all are limited."""
+    def limits(self) -> dict[str, str]:
+        """Limits of the verdict, by the audit's check that warns; with its parts if not all."""
         if not self.is_conclusive:
-            return []
+            return {}
         # A claim is refuted by some of its parts: the others limit nothing.
         is_refuted = self.word == Verdict.REFUTED
         deciding = [j for j in self.parts if j.word == Verdict.REFUTED or not is_refuted]
-        scope = []
+        limits = {}
         for name, words in LIMITS.items():
             if warned := [judged.part.name for judged in deciding if judged.is_warned(name)]:
                 are_some = len(warned) < len(deciding)
-                scope.append(f"{words} ({', '.join(warned)})" if are_some else words)
-        return scope
+                limits[name] = f"{words} ({', '.join(warned)})" if are_some else words
+        return limits
+
+    @property
+    def scope(self) -> list[str]:
+        """Limits of the verdict in words."""
+        return [*self.limits.values()]
 
     @property
     def datasets(self) -> dict[str, Verdict]:

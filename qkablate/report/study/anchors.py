@@ -60,12 +60,16 @@ def find_outcome(judged: PartJudgement) -> str:
 def format_anchors(claims: list[StudiedClaim], histories: Collection[str]) -> str:
     """Return the section of the page with a row for each published result.
 
-    Why one differs stands in the section of its claim among the registrations, if there is one.
+    Why one differs stands in the section of its claim among the registrations, if there is one;
+    `histories` are the sections.
     """
     newest = {}  # of the registrations of a claim
     for studied in sorted(claims, key=lambda studied: studied.registration.when):
         newest[studied.claim.name] = studied
-    rows = [_make_row(anchor, newest.get(anchor.claim or "")) for anchor in load_anchors()]
+    rows = []
+    for anchor in load_anchors():
+        has_section = anchor.section in histories
+        rows.append(_make_row(anchor, newest.get(anchor.claim or ""), has_section=has_section))
     table = format_markdown(Table("", _COLUMNS, rows)).partition("\n\n")[2].strip()
     sources = {anchor.source: anchor.link for anchor in load_anchors() if anchor.link}
     links = ", ".join(f"[{escape_markdown(name)}]({link})" for name, link in sources.items())
@@ -93,10 +97,10 @@ def format_anchors(claims: list[StudiedClaim], histories: Collection[str]) -> st
     return "\n\n".join(parts)
 
 
-def _make_row(anchor: Anchor, studied: StudiedClaim | None) -> list[str]:
+def _make_row(anchor: Anchor, studied: StudiedClaim | None, *, has_section: bool) -> list[str]:
     reported = f"{anchor.source}: {anchor.setting}: {anchor.reported}"
     cells = [anchor.asks, reported, anchor.found or "–"]
-    if anchor.section is not None:
+    if has_section:
         return [*cells, Markdown(f"[unpublished runs](registrations.md#{anchor.section})"), "–"]
     if studied is None:
         return [*cells, "–", "not run"]

@@ -5,12 +5,7 @@ from qkablate.analysis.comparison.audit import LIMITS
 from qkablate.analysis.comparison.decision import Verdict
 from qkablate.report.study.claims import StudiedClaim
 from qkablate.report.study.costs import LEVEL, format_costs
-from qkablate.report.study.questions import (
-    ANSWER_OF,
-    ask_claim,
-    find_question,
-    load_doubts,
-)
+from qkablate.report.study.questions import ANSWER_OF, ask_claim, find_question
 from qkablate.report.text.table import Markdown, Table, escape_markdown, format_markdown
 
 _COST = f"cost of the variant (+: worse), {100 * LEVEL:g} % interval"
@@ -47,8 +42,8 @@ def format_answers(claims: list[StudiedClaim], most: int = 1, *, linked: bool = 
         asks += f", on {studied.data}"
         word = _format_word(judged) + (", exploratory" if judged.exploratory else "")
         # That rare outliers are excluded stands beside the table, and which parts in the section.
-        limits = [name for name in _MARKS if any(s.startswith(LIMITS[name]) for s in judged.scope)]
-        marks = [*(_MARKS[limit] for limit in limits), *[_DOUBT] * (name in load_doubts())]
+        marks = [_MARKS[limit] for limit in judged.limits]
+        marks += [_DOUBT] if studied.doubt else []
         answer = " ".join([f"{ANSWER_OF[judged.word]} ({word})", *marks])
         found |= {*marks}
         costs = Markdown("<br>".join(map(escape_markdown, format_costs(studied, most))))

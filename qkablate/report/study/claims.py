@@ -18,7 +18,7 @@ from qkablate.analysis.claims.registry import Registration
 from qkablate.analysis.publication.archive import SUFFIX
 from qkablate.analysis.publication.unpack import open_archives, unpacked_claims
 from qkablate.report.section import Section
-from qkablate.report.study.questions import rank_claim
+from qkablate.report.study.questions import load_doubts, rank_claim
 from qkablate.table import format_list
 
 RESULTS = "results"  # the folder of the archives in that of the study
@@ -44,6 +44,11 @@ class StudiedClaim:
     def anchor(self) -> str:
         """Place of the claim's section on the page."""
         return self.slug.replace("_", "-")
+
+    @property
+    def doubt(self) -> str | None:
+        """Reason why a part of its verdict should not be relied on, if there is one."""
+        return load_doubts().get(self.slug)
 
     @property
     def archive(self) -> str:

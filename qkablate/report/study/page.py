@@ -26,7 +26,6 @@ from qkablate.report.study.pictures import (
 )
 from qkablate.report.study.questions import (
     find_question,
-    load_doubts,
 )
 from qkablate.report.text.claims import (
     format_audit,
@@ -143,8 +142,8 @@ def _format_claim(studied: StudiedClaim, pictures: set[str], histories: set[str]
     lines += [f"> {escape_markdown(claim.says)}", "", f"From {escape_markdown(claim.source)}.", ""]
     verdict, *_ = summarize(section)  # what else it says is in the table of the parts
     lines += [f"**{escape_markdown(studied.verdict)}**", "", escape_markdown(verdict), ""]
-    if claim.name in load_doubts():
-        lines += [f"**In doubt:** {escape_markdown(load_doubts()[claim.name])}", ""]
+    if studied.doubt:
+        lines += [f"**In doubt:** {escape_markdown(studied.doubt)}", ""]
     if claim.name in histories:
         text = "Earlier registrations and limitations"
         lines += [f"{text}: [{REGISTRATIONS}]({REGISTRATIONS}#{claim.name}).", ""]

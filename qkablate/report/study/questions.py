@@ -32,7 +32,7 @@ def load_questions() -> dict[str, dict[str, str]]:
 
 
 def load_doubts() -> dict[str, str]:
-    """Return for some claims what their verdict should not be relied on for."""
+    """Return what some verdicts should not be relied on for, by the names of their archives."""
     return {claim: text for entry in _load() for claim, text in entry.get("doubts", {}).items()}
 
 

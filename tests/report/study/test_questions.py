@@ -33,10 +33,13 @@ def test_claims_ask_what_yes_or_no_answers():
             assert ask_claim(name, "It is so.") == asks
 
 
-def test_doubts_are_about_claims_of_their_question():
+def test_doubts_are_about_published_verdicts_of_their_question():
+    archives = Path(__file__).parents[3] / "docs" / "study" / "results"
     assert load_doubts()
     for entry in yaml.safe_load((Path(questions.__file__).with_suffix(".yaml")).read_text()):
-        assert entry.get("doubts", {}).keys() <= entry["claims"].keys()
+        for slug in entry.get("doubts", {}):
+            assert slug.partition("-")[0] in entry["claims"]
+            assert (archives / f"{slug}.json.gz").is_file()
 
 
 def test_yes_means_supported():
