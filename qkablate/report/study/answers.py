@@ -40,6 +40,7 @@ def format_answers(claims: list[StudiedClaim], most: int = 1, *, linked: bool = 
         asks = escape_markdown(ask_claim(name, studied.claim.says))
         asks += f" [{name}](#{studied.anchor})" if linked else f" `{name}`"
         asks += f", on {studied.data}"
+        asks += f", positions {studied.positions}" * (studied.positions != "learned")
         word = _format_word(judged) + (", exploratory" if judged.exploratory else "")
         # That rare outliers are excluded stands beside the table, and which parts in the section.
         marks = [_MARKS[limit] for limit in judged.limits]

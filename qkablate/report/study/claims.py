@@ -92,6 +92,12 @@ class StudiedClaim:
         return format_list(list(dict.fromkeys(arm.config.data.source for arm in arms)))
 
     @property
+    def positions(self) -> str:
+        """The positions of its models: learned, rope, … ."""
+        arms = [entry.arm for entry in self.judgement.study.entries]
+        return format_list(list(dict.fromkeys(arm.config.model.position for arm in arms)))
+
+    @property
     def command(self) -> str:
         """The command that trains and judges the claim."""
         return " ".join(["qkablate", "claim", "run", *self.claim.arguments])

@@ -15,7 +15,7 @@ from qkablate.errors import sanitize
 from qkablate.report.text.numbers import format_value
 from qkablate.report.text.table import Table, format_interval, format_known
 from qkablate.screen import PLAIN, Screen
-from qkablate.table import format_table
+from qkablate.table import format_nats, format_table
 
 _KINDS = {
     "noninferior": "is not worse than {} by {}",
@@ -163,6 +163,10 @@ def _format_details(judged: PartJudgement, alpha: float) -> str:
         ]
     if spec.of == "gap" and spec.horizon not in OVER_LENGTHS and spec.than is None:
         text.append(f"perplexity {perplexity_percent(sample.mean):+z.2f} %")
+    if spec.of == "gap" and (spec.horizon in OVER_LENGTHS or spec.than is not None):
+        for gap in judged.gaps:
+            ends = format_interval(gap.bounds(1 - 2 * alpha))
+            text.append(f"gap of {gap.arm.name} {format_nats(gap.sample.mean)} {ends}")
     if spec.horizon == "asymptote":
         levels = "an extrapolation" if sample.n else "the losses do not level off as a power of D"
         text.append(f"{levels}, from {len(judged.gaps)} lengths of training")

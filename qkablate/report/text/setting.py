@@ -35,6 +35,7 @@ def format_setting(section: Section) -> str:
         return format_list(_distinct(map(value, entries)), 4)
 
     layers = each(lambda entry: entry.arm.config.model.layers)
+    positions = each(lambda entry: entry.arm.config.model.position)
     tuned = "tuned learning rates" if section.study.lr_searches else ""
     rates = _distinct(f"{entry.rates.lr:.3g}" for entry in entries if entry.rates is not None)
     kind = "fine-tuning steps" if any(e.arm.is_finetuned for e in entries) else "steps"
@@ -45,6 +46,7 @@ def format_setting(section: Section) -> str:
         f"d_model {each(lambda entry: entry.arm.config.model.d_model)}",
         f"heads {each(lambda entry: entry.arm.config.model.heads)}",
         f"context {each(lambda entry: entry.arm.config.model.context)}",
+        f"positions {positions}" * (positions != "learned"),
     ]
     if is_trained:
         parts += [

@@ -10,7 +10,7 @@ from qkablate.analysis.stats import Sample
 from qkablate.report.study.costs import LEVEL
 from qkablate.report.study.page import PAGE, SNIPPET, find_histories, make_page
 from qkablate.report.study.pictures import draw_pictures, read_hash
-from qkablate.report.text.claims import format_judgement
+from qkablate.report.text.claims import format_details, format_judgement
 from tests.cli.helpers import assert_refused
 
 ROOT = Path(__file__).parents[3]
@@ -54,6 +54,10 @@ def test_figures_of_the_readme_are_those_of_the_claims(studied):
     gap = blocks.deciding[0].gaps[1]  # what is subtracted: one W with four heads, in GPT-2's block
     assert (gap.arm.arm.variant, gap.arm.arm.config.model.mlp) == ("merged_w", "gelu")
     found["four_heads"] = (gap.sample.mean, *gap.sample.interval(LEVEL))
+    (early,) = (one for one in studied if one.claim.name == "early_only")
+    for gap in early.deciding[0].gaps:
+        steps = int(gap.arm.arm.config.train.steps)
+        found["rope", steps] = (gap.sample.mean, *gap.sample.interval(LEVEL))
     (recall,) = (one for one in studied if one.claim.name == "where_content_matters")
     arms = {entry.arm.variant: entry for entry in recall.judgement.study.entries}
     assert f"that table answers {arms['static_scores'].accuracy:.1%}".replace("%", " %") in readme
@@ -85,6 +89,8 @@ def test_figures_of_the_readme_are_those_of_the_claims(studied):
         "with 18 % more parameters, it is": ("book_start", "matched"),
         "with other seeds": ("four_or_one", "one"),
         "on a GPU,": ("one_matrix", "queries_and_keys"),
+        "With rotary positions it is": ("rope", 1000),
+        "after half as many tokens, and": ("rope", 4000),
         "no W_o costs": ("encoder_translation", "w_o"),
         "the table costs": ("content_with_rope", "content"),
     }.items():
@@ -225,3 +231,13 @@ def test_parts_of_a_refuted_claim_keep_their_conditions(studied):
     assert one.judgement.unless == []  # one part is refuted whatever fails
     text = "\n".join(format_judgement(one.judgement))
     assert re.search(r"alike [^\n]*SUPPORTED unless\s+one\s+run in 45 of tied_qkv", text)
+
+
+@pytest.mark.parametrize("name", ["early_only", "cross_needs_both"])
+def test_gaps_that_a_part_combines_are_shown(studied, name):
+    """Growth between two lengths, two doublings apart, and differences of two gaps."""
+    (judgement,) = (one.judgement for one in studied if one.claim.name == name)
+    for judged, details in zip(judgement.parts, format_details(judgement), strict=True):
+        first, second = map(float, re.findall(r"gap of \S+ ([+-][\d.]+) \[", details))
+        expected = (second - first) / 2 if name == "early_only" else first - second
+        assert judged.part.sample.mean == pytest.approx(expected, abs=1e-4)

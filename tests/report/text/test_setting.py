@@ -32,6 +32,13 @@ def test_setting_names_data_size_length_rates_seeds_and_date(cached_world, loss_
     )
 
 
+def test_setting_names_positions_unless_they_are_learned(cached_world, loss_of, section_of):
+    world = cached_world("variant=standard,no_q", "model.position=rope,learned")
+    assert " · positions rope, learned · " in format_setting(section_of(world.finish(loss_of)))
+    world = cached_world("variant=standard,no_q")
+    assert "positions" not in format_setting(section_of(world.finish(loss_of)))
+
+
 def test_tuned_sweep_says_so(cached_world, loss_of, section_of):
     world = cached_world("variant=standard,no_q", "seed=range(2)", "sweep.tune=true")
     assert "tuned learning rates" in format_setting(section_of(world.finish(loss_of)))
