@@ -91,6 +91,7 @@ def test_figures_of_the_readme_are_those_of_the_claims(studied):
         "on a GPU,": ("one_matrix", "queries_and_keys"),
         "With rotary positions it is": ("rope", 1000),
         "after half as many tokens, and": ("rope", 4000),
+        "(keys of length one, no token attends to itself) it is": ("reformer", "not_worse"),
         "no W_o costs": ("encoder_translation", "w_o"),
         "the table costs": ("content_with_rope", "content"),
     }.items():
