@@ -1,6 +1,7 @@
 """The claims of the study: those with published runs, and those that have none yet."""
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -17,6 +18,7 @@ from qkablate.analysis.claims.references import find_references
 from qkablate.analysis.claims.registry import Registration
 from qkablate.analysis.publication.archive import SUFFIX
 from qkablate.analysis.publication.unpack import open_archives, unpacked_claims
+from qkablate.config import Config
 from qkablate.report.section import Section
 from qkablate.report.study.questions import load_doubts, rank_claim
 from qkablate.table import format_list
@@ -88,14 +90,16 @@ class StudiedClaim:
     @property
     def data(self) -> str:
         """The data of its runs."""
-        arms = [entry.arm for entry in self.judgement.study.entries]
-        return format_list(list(dict.fromkeys(arm.config.data.source for arm in arms)))
+        return self._each(lambda config: config.data.source)
 
     @property
     def positions(self) -> str:
         """The positions of its models: learned, rope, … ."""
+        return self._each(lambda config: config.model.position)
+
+    def _each(self, value: Callable[[Config], str]) -> str:
         arms = [entry.arm for entry in self.judgement.study.entries]
-        return format_list(list(dict.fromkeys(arm.config.model.position for arm in arms)))
+        return format_list(list(dict.fromkeys(value(arm.config) for arm in arms)))
 
     @property
     def command(self) -> str:

@@ -188,7 +188,8 @@ def _format_details(judged: PartJudgement, alpha: float) -> str:
             f" of {max(2, sample.n // 3)} or fewer may be missing"
         )
     every = " ".join(format_value(judged.unit, judged.unit.natural(v)) for v in sample.values)
-    what = "gaps" if judged.unit is Unit.NATS else "values"
+    is_gap = judged.unit is Unit.NATS and spec.horizon not in OVER_LENGTHS
+    what = "gaps" if is_gap else "values"
     return f"{judged.part.name}: {', '.join([*text, f'{what} {every}'])}"
 
 
