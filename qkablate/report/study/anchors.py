@@ -11,7 +11,7 @@ import yaml
 from qkablate.analysis.claims.judgement import PartJudgement
 from qkablate.analysis.claims.measures import Unit
 from qkablate.report.study.claims import StudiedClaim
-from qkablate.report.study.costs import is_at_ceiling
+from qkablate.report.study.costs import format_ceiling, is_at_ceiling
 from qkablate.report.text.table import Markdown, Table, escape_markdown, format_markdown
 
 _FILE = Path(__file__).with_suffix(".yaml")
@@ -76,8 +76,10 @@ def format_anchors(claims: list[StudiedClaim], histories: Collection[str]) -> st
     parts = [
         "## Comparison with published results",
         "What others report, and what the same question gave here, at the size of this page's"
-        " models. Equal: the 95 % interval lies within the margin of the claim's part. None seen:"
-        " every run answers everything, so that only a run that fails could show a difference; with"
+        " models. Equal: the 95 % interval lies within the margin of the claim's part. Worse or"
+        " better: it does not, and excludes zero; the verdict of the claim may still be undecided,"
+        " since it asks whether the difference exceeds the margin. None seen: every run has an"
+        " accuracy of 100 %, so that only a run that fails could show a difference; with"
         " none in 16, up to 17 % may fail (one-sided 95 %).",
         table,
         f"Their numbers are from: {links}.",
@@ -112,7 +114,11 @@ def _make_row(anchor: Anchor, studied: StudiedClaim | None, *, has_section: bool
     if judged.part.sample.interval(0.95) is None:
         return [*cells, "–", find_outcome(judged)]
     if is_at_ceiling(judged):
-        return [*cells, f"every run at 100 %, {_format_size(judged)}", "none seen"]
+        return [
+            *cells,
+            f"every run at {format_ceiling(judged)}, {_format_size(judged)}",
+            "none seen",
+        ]
     mean = judged.unit.natural(judged.part.sample.mean)
     mean, low, high = (end + 0.0 for end in (mean, *judged.interval(0.95)))  # no -0.0
     size = f"{_UNITS[judged.unit]}{_format_size(judged)}"

@@ -8,7 +8,7 @@ from qkablate.report.study.costs import LEVEL, format_costs
 from qkablate.report.study.questions import ANSWER_OF, ask_claim, find_question
 from qkablate.report.text.table import Markdown, Table, escape_markdown, format_markdown
 
-_COST = f"cost of the variant (+: worse), {100 * LEVEL:g} % interval"
+_COST = f"cost of the variant (+: worse) or what is named, {100 * LEVEL:g} % interval"
 # What limits an answer, by the check of the audit that warns of it; the table has the marks.
 NOTES = {
     "learning rate": "a finer search for learning rates may change the answer",

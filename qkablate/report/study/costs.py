@@ -54,19 +54,18 @@ def name_part(studied: StudiedClaim, judged: PartJudgement) -> str:
 
 def _format_cost(judged: PartJudgement, text: str) -> str:
     part, spec = judged.part, judged.comparison.spec
-    is_standards = is_about_standard(spec)
     if part.sample.interval(LEVEL) is None:
         return f"{text}: unknown"
     if is_at_ceiling(judged):
-        return f"{text}: 0.000 accuracy lost, every run at 100 %"
+        return f"{text}: 0.000 accuracy lost, every run at {format_ceiling(judged)}"
     low, high = judged.interval(LEVEL)
     mean = judged.unit.natural(part.sample.mean)
     if judged.unit is Unit.RATIO:
-        if is_standards:
+        if has_other_sign(judged):
             mean, low, high = 1 / mean, 1 / high, 1 / low
         value = f"{spec.measure.noun} × {mean:.3g} [{low:.3g}, {high:.3g}]"
     else:
-        if is_standards != (judged.unit is Unit.SHARE):
+        if has_other_sign(judged):
             mean, low, high = -mean, -high, -low
         value = f"{mean:+.3f} [{low:+.3f}, {high:+.3f}] {_unit(spec)}"
     return f"{text}: {value}"
@@ -91,6 +90,16 @@ def is_at_ceiling(judged: PartJudgement) -> bool:
     records = [r for gap in judged.gaps for entry in gap.sides for r in entry.records.values()]
     is_of_accuracy = judged.comparison.spec.of == "accuracy"
     return is_of_accuracy and min(record.accuracy or 0 for record in records) > _ALL
+
+
+def has_other_sign(judged: PartJudgement) -> bool:
+    """Return whether + is better in the estimate of a part: standard's loss, or an accuracy."""
+    return is_about_standard(judged.comparison.spec) != (judged.unit is Unit.SHARE)
+
+
+def format_ceiling(judged: PartJudgement) -> str:
+    """Return the accuracy of a part at the ceiling: exact, or rounded to a tenth of a percent."""
+    return "100.0 %" if judged.part.sample.sd else "100 %"
 
 
 def is_about_standard(spec: PartSpec) -> bool:

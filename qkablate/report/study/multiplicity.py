@@ -36,10 +36,10 @@ def format_multiplicity(claims: list[StudiedClaim]) -> str:
     fragile = find_fragile(parts)
     same = sum(not part.part.sample.sd for part in decided)
     text = (
-        f"Of {len(decided)} decided parts, {same} do not vary between runs: counts, or accuracies"
-        f" of 100 % in every run. Adjusted for all {len(parts)} parts of these claims and not for"
-        f" those of each claim (Holm, {100 * ALPHA:g} %), {len(decided) - len(fragile)} of the"
-        f" {len(decided)} remain decided."
+        f"Of {len(decided)} decided parts, {same} have no variance: counts of parameters, or"
+        f" accuracies of exactly 100 % in every run. Adjusted for all {len(parts)} parts of these"
+        f" claims and not for those of each claim (Holm, {100 * ALPHA:g} %),"
+        f" {len(decided) - len(fragile)} of the {len(decided)} remain decided."
     )
     if not fragile:
         return text

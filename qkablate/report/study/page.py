@@ -11,12 +11,14 @@ from collections.abc import Iterable
 from pathlib import Path
 
 from qkablate.analysis.claims.claim import Claim
+from qkablate.analysis.claims.judgement import Judgement
 from qkablate.analysis.publication.archive import CHECKSUMS
 from qkablate.disk import make_folder, read_file, replace_file
 from qkablate.report.section import Section, format_n
 from qkablate.report.study.anchors import format_anchors
 from qkablate.report.study.answers import format_answers
 from qkablate.report.study.claims import RESULTS, StudiedClaim, find_open_claims, read_claims
+from qkablate.report.study.costs import has_other_sign
 from qkablate.report.study.multiplicity import format_multiplicity
 from qkablate.report.study.pictures import (
     ANSWERS,
@@ -42,15 +44,16 @@ from qkablate.table import format_list
 PAGE, SNIPPET, REGISTRATIONS = "index.md", "answers.txt", "registrations.md"
 _MOST_PARTS = 4  # of a claim in the table of the page; in that for a README one
 _LEGEND = (
-    "Margin: the smallest difference that the claim counts. Attention: what the model compared"
-    " with gains beside uniform averaging, in the same setting. REFUTED: the interval excludes the"
-    " claim. EQUIVALENT: it excludes the claim and lies within ± the margin. UNDERPOWERED:"
-    " undecided. Marks are explained below the table; undecided answers have none but †. Most"
+    "Margin: the smallest difference that the claim counts. Attention: by how much the loss of the"
+    " model compared with is lower, or its accuracy higher, than with uniform averaging in the same"
+    " setting. REFUTED: the interval excludes what the claim says. EQUIVALENT: it does, and lies"
+    " within ± the margin. UNDERPOWERED: undecided. Marks are explained below the table; ¹ to ⁴ are"
+    " shown for decided answers only. Most"
     " verdicts assume that failed runs are no more frequent than was observed; each section says"
     " how many would overturn them. Parts whose verdict differs from the claim's are marked with"
-    " it. Intervals are of 90 %, so that their ends are one-sided bounds of 95 %; the tests that"
-    " refute a claim are adjusted for its parts, and none for the number of claims (but see below"
-    " the table)."
+    " it. Intervals are of 90 %, so that their ends are one-sided bounds of 95 %. Tests that"
+    " refute a claim are adjusted (Holm) for its parts, not for the number of claims: how many"
+    " verdicts remain when all are adjusted stands below the table."
 )
 _OTHER_SEEDS = "Other seeds would give other numbers; the intervals say by how much"
 _HOW = """
@@ -108,7 +111,8 @@ def _format_answer(claims: list[StudiedClaim], open_claims: list[Claim], picture
     lines += [
         "Do transformers need this attention matrix? This page says what the published runs in"
         f" {results} answer, and is written by `qkablate report --study` from"
-        f" them alone. What was tried before stands in [{REGISTRATIONS}]({REGISTRATIONS}).",
+        f" them alone. [{REGISTRATIONS}]({REGISTRATIONS}) has what was tried before, what each"
+        " answer does not say, and unpublished runs.",
         "",
     ]
     if COSTS in pictures:
@@ -157,6 +161,7 @@ def _format_claim(studied: StudiedClaim, pictures: set[str], histories: set[str]
     head, rows = make_part_table(judgement)
     if rows:
         notes = [*format_details(judgement), *format_seeds_needed(judgement)]
+        notes += _explain_signs(judgement)
         lines += ["#" + format_markdown(Table("Parts", head, rows, notes)), ""]
     for end, text in (("parts", "Estimates"), ("losses", "Loss"), ("gap-curves", "Gap")):
         if (name := f"{studied.slug}-{end}") in pictures:
@@ -171,6 +176,18 @@ def _format_claim(studied: StudiedClaim, pictures: set[str], histories: set[str]
         f" {registration.statistics} of the statistics."
     )
     return re.sub(r"\n{3,}", "\n\n", "\n".join(lines))
+
+
+def _explain_signs(judgement: Judgement) -> list[str]:
+    """Say which parts have another sign here than in the table of the answers."""
+    other = [judged.part.name for judged in judgement.parts if has_other_sign(judged)]
+    if not other:
+        return []
+    names = "" if len(other) == len(judgement.parts) else f" of {format_list(other)}"
+    return [
+        f"the estimate{'s' * (len(other) > 1)}{names}: the first arm minus the second, as tested;"
+        " in the table of the answers + means that the variant is worse: the sign is the opposite"
+    ]
 
 
 def _format_limits(section: Section) -> str:

@@ -2,7 +2,7 @@
 
 from collections import Counter
 
-from qkablate.analysis.claims.judgement import PartJudgement
+from qkablate.analysis.claims.judgement import Judgement, PartJudgement
 from qkablate.analysis.claims.measures import Unit
 from qkablate.analysis.comparison.audit import AuditCheck
 from qkablate.analysis.comparison.decision import (
@@ -277,7 +277,7 @@ def _summarize_claim(section: Section) -> list[str]:
     cause = "some runs diverged" if diverged else "their intervals hold more than one answer"
     verdict = _VERDICTS.get(judgement.word, f"The runs are inconclusive: {cause}")
     verdict += f" {_join(judgement.scope)}" if judgement.scope else ""
-    verdict += f", unless {' or '.join(judgement.unless)}" if judgement.unless else ""
+    verdict += f", unless {_format_conditions(judgement)}" if judgement.unless else ""
     verdict += ", but this is exploratory and confirms nothing" if judgement.exploratory else ""
     warnings = _format_warnings([check for judged in judgement.parts for check in judged.checks])
     level = 1 - 2 * judgement.alpha
@@ -295,6 +295,18 @@ def _summarize_claim(section: Section) -> list[str]:
         if measured
         else "Nothing could be measured: there is no completed pair of runs.",
     ]
+
+
+def _format_conditions(judgement: Judgement) -> str:
+    """Return the failures that would overturn the verdict, by part if several have some."""
+    conditions = {
+        judged.part.name: " or ".join(judged.unless)
+        for judged in judgement.parts
+        if judged.unless and {*judged.unless} <= {*judgement.unless}
+    }
+    if len({*conditions.values()}) == 1:
+        return next(iter(conditions.values()))
+    return ", or ".join(f"in {name} {failures}" for name, failures in conditions.items())
 
 
 def _format_part(judged: PartJudgement, level: float) -> str:

@@ -58,7 +58,7 @@ def test_text_counts_the_parts(near):
         SimpleNamespace(claim=SimpleNamespace(name="second"), deciding=undecided),
     ]
     text = format_multiplicity(claims)
-    assert text.startswith("Of 2 decided parts, 0 do not vary between runs")
+    assert text.startswith("Of 2 decided parts, 0 have no variance")
     assert "Adjusted for all 4 parts" in text
     assert text.endswith(" 1 of the 2 remain decided. The others: first (near).")
     assert format_multiplicity(claims[1:]) == ""

@@ -11,6 +11,7 @@ from qkablate.report.study.costs import LEVEL
 from qkablate.report.study.page import PAGE, SNIPPET, find_histories, make_page
 from qkablate.report.study.pictures import draw_pictures, read_hash
 from qkablate.report.text.claims import format_details, format_judgement
+from qkablate.report.text.summary import summarize
 from tests.cli.helpers import assert_refused
 
 ROOT = Path(__file__).parents[3]
@@ -43,12 +44,13 @@ def test_figures_of_the_readme_are_those_of_the_claims(studied):
     """The findings above the table are written by hand."""
     readme = (ROOT / "README.md").read_text(encoding="utf-8").replace("−", "-")
     found = {
-        (one.claim.name, judged.comparison.part): (
+        (one.claim.name, name): (
             judged.part.sample.mean,
             *judged.part.sample.interval(LEVEL),
         )
         for one in studied
         for judged in one.deciding
+        for name in (judged.comparison.part, judged.part.name)
     }
     (blocks,) = (one for one in studied if one.claim.name == "block_matters")
     gap = blocks.deciding[0].gaps[1]  # what is subtracted: one W with four heads, in GPT-2's block
@@ -60,7 +62,10 @@ def test_figures_of_the_readme_are_those_of_the_claims(studied):
         found["rope", steps] = (gap.sample.mean, *gap.sample.interval(LEVEL))
     (recall,) = (one for one in studied if one.claim.name == "where_content_matters")
     arms = {entry.arm.variant: entry for entry in recall.judgement.study.entries}
-    assert f"that table answers {arms['static_scores'].accuracy:.1%}".replace("%", " %") in readme
+    assert (
+        f"that table has an accuracy of {arms['static_scores'].accuracy:.1%}".replace("%", " %")
+        in readme
+    )
     solved = [sum(r.accuracy > 0.9995 for r in e.records.values()) for e in arms.values()]
     counts = {"standard": 16, "no_q": 16, "merged_w": 16, "shared_qk": 15}
     others = {"static_scores": 0, "uniform": 0}
@@ -69,6 +74,8 @@ def test_figures_of_the_readme_are_those_of_the_claims(studied):
         ("break_even", "w_o"),
         ("break_even", "w_v"),
         ("encoder_translation", "w_o"),
+        ("qq_never_better", "never d_model=64"),
+        ("qq_never_better", "never d_model=128"),
     ):
         mean, low, high = found[claim, part]  # the claim is about standard
         found[claim, part] = -mean, -high, -low
@@ -85,14 +92,16 @@ def test_figures_of_the_readme_are_those_of_the_claims(studied):
     }.items():
         assert "{}: {:+.3f} [{:+.3f}, {:+.3f}]".format(text, *found[name]) in readme
     for text, name in {
-        "which regains most of what standard loses by having one head;": "four_heads",
+        "17 % more parameters it is": "four_heads",
         "with 18 % more parameters, it is": ("book_start", "matched"),
         "with other seeds": ("four_or_one", "one"),
         "on a GPU,": ("one_matrix", "queries_and_keys"),
+        "as many parameters as it saves has": ("qq_never_better", "never d_model=64"),
+        "against 64), and": ("qq_never_better", "never d_model=128"),
         "With rotary positions it is": ("rope", 1000),
         "after half as many tokens, and": ("rope", 4000),
         "(keys of length one, no token attends to itself) it is": ("reformer", "not_worse"),
-        "no W_o costs": ("encoder_translation", "w_o"),
+        "removing W_o costs": ("encoder_translation", "w_o"),
         "the table costs": ("content_with_rope", "content"),
     }.items():
         assert "{} {:+.3f} [{:+.3f}, {:+.3f}]".format(text, *found[name]) in readme
@@ -138,7 +147,8 @@ def test_page_has_answer_evidence_and_limits(study):
 
 def test_table_for_a_readme_has_the_same_figures(study):
     (head, _, question, row) = (study / SNIPPET).read_text(encoding="utf-8").splitlines()
-    assert head == "| question | answer | cost of the variant (+: worse), 90 % interval | n |"
+    cost = "cost of the variant (+: worse) or what is named, 90 % interval"
+    assert head == f"| question | answer | {cost} | n |"
     assert question == "| **Other claims** |  |  |  |"
     answer = "could not tell (INSENSITIVE)"
     assert row == f"| Keys alone are enough. `mine`, on text | {answer} | {COST} | 3 |"
@@ -232,6 +242,31 @@ def test_parts_of_a_refuted_claim_keep_their_conditions(studied):
     assert one.judgement.unless == []  # one part is refuted whatever fails
     text = "\n".join(format_judgement(one.judgement))
     assert re.search(r"alike [^\n]*SUPPORTED unless\s+one\s+run in 45 of tied_qkv", text)
+
+
+def test_failures_that_would_overturn_an_answer_are_named_by_part(studied):
+    sections = {one.claim.name: one.section for one in studied}
+    verdict, *_ = summarize(sections["w_q_necessary"])
+    assert re.search(
+        r"unless in without_w_q one run in \d+ of no_q-d64-h4 .* or one run in \d+ of"
+        r" standard-d64-h4 .*, or in without_w_k one run in \d+ of no_k-d64-h4 ",
+        verdict,
+    )
+    alone, *_ = summarize(sections["low_rank"])  # of its only part
+    assert re.search(r"unless one run in \d+ of ", alone)
+
+
+def test_parts_of_another_sign_than_the_answers_say_so(studied):
+    page = make_page(studied, set(), set())[PAGE].decode()
+    sections = {text.partition(" ")[0]: text for text in page.split("\n### ")[1:]}
+    for name, text in {
+        "break_even": "- the estimates: the first arm minus the second",  # of standard
+        "directed": "- the estimates: ",  # of accuracy
+        "encoder_translation": "- the estimate of w_o: ",
+    }.items():
+        assert text in sections[name], name
+    for name in ("w_q_necessary", "qq_worse", "early_only"):
+        assert "the sign is the opposite" not in sections[name]
 
 
 @pytest.mark.parametrize("name", ["early_only", "cross_needs_both"])
