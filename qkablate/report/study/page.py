@@ -43,18 +43,22 @@ from qkablate.table import format_list
 
 PAGE, SNIPPET, REGISTRATIONS = "index.md", "answers.txt", "registrations.md"
 _MOST_PARTS = 4  # of a claim in the table of the page; in that for a README one
-_LEGEND = (
-    "Margin: the smallest difference that the claim counts. Attention: by how much the loss of the"
-    " model compared with is lower, or its accuracy higher, than with uniform averaging in the same"
-    " setting. REFUTED: the interval excludes what the claim says. EQUIVALENT: it does, and lies"
-    " within ± the margin. UNDERPOWERED: undecided. Marks are explained below the table; ¹ to ⁴ are"
-    " shown for decided answers only. Most"
-    " verdicts assume that failed runs are no more frequent than was observed; each section says"
-    " how many would overturn them. Parts whose verdict differs from the claim's are marked with"
-    " it. Intervals are of 90 %, so that their ends are one-sided bounds of 95 %. Tests that"
-    " refute a claim are adjusted (Holm) for its parts, not for the number of claims: how many"
-    " verdicts remain when all are adjusted stands below the table."
-)
+_LEGEND = """
+How to read the table:
+
+- Cost: the loss of the variant minus that of standard attention, or of what else is named. Accuracy
+  lost: standard's accuracy minus the variant's. A part whose verdict is not the claim's has it in
+  parentheses.
+- Margin: the smallest difference that the claim counts. Attention: by how much the loss of the
+  model compared with is lower, or its accuracy higher, than with uniform averaging in the same
+  setting.
+- REFUTED: the interval excludes what the claim says. EQUIVALENT: it excludes that and lies within
+  ± the margin. UNDERPOWERED: undecided. The marks ¹ to ⁴ are shown for decided answers only.
+- Most verdicts assume that failed runs are no more frequent than was observed; each section says
+  how many would overturn its own.
+- Intervals are of 90 %, so that their ends are one-sided bounds of 95 %. Tests that refute a claim
+  are adjusted (Holm) for its parts, not for the number of claims; what that would change follows.
+""".strip()
 _OTHER_SEEDS = "Other seeds would give other numbers; the intervals say by how much"
 _HOW = """
 ```bash
@@ -74,7 +78,7 @@ def make_page(
 ) -> dict[str, bytes]:
     """Return the texts of the study by the names of their files.
 
-    It shows the named pictures, and refers to the earlier registrations of claims in `histories`.
+    It shows the named pictures, and links to the sections of the registrations in `histories`.
     """
     open_claims = find_open_claims(claims)
     parts = [_format_answer(claims, open_claims, pictures)]
@@ -117,11 +121,9 @@ def _format_answer(claims: list[StudiedClaim], open_claims: list[Claim], picture
     ]
     if COSTS in pictures:
         lines += [_format_picture(COSTS, "What variants cost on text"), ""]
-    lines.append(
-        f"{_LEGEND}\n\n{answers.rstrip()}"
-        if answers
-        else "**No claim has been run to its verdict yet.**"
-    )
+    lines.append(answers.rstrip() if answers else "**No claim has been run to its verdict yet.**")
+    if answers:
+        lines += ["", _LEGEND]
     if text := format_multiplicity(claims):
         lines += ["", text]
     if ANSWERS in pictures:
@@ -149,7 +151,7 @@ def _format_claim(studied: StudiedClaim, pictures: set[str], histories: set[str]
     if studied.doubt:
         lines += [f"**In doubt:** {escape_markdown(studied.doubt)}", ""]
     if claim.name in histories:
-        text = "Earlier registrations and limitations"
+        text = "Earlier registrations, and limitations"
         lines += [f"{text}: [{REGISTRATIONS}]({REGISTRATIONS}#{claim.name}).", ""]
     lines += [f"- exploratory: {escape_markdown(reason)}" for reason in judgement.exploratory]
     lines += [f"- on {dataset}: {word}" for dataset, word in judgement.datasets.items()]
@@ -256,7 +258,7 @@ def _format_picture(name: str, text: str) -> str:
 
 
 def find_histories(study: Path) -> set[str]:
-    """Return the claims that have a section in the page of earlier registrations."""
+    """Return the claims that have a section in the page of registrations."""
     try:
         text = read_file(study / REGISTRATIONS).decode()
     except OSError:

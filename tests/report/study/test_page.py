@@ -112,7 +112,7 @@ def study(qkablate, outputs, tmp_path):
     """Make the page of a study of one small claim."""
     (tmp_path / "study").mkdir()
     assert qkablate("publish", "mine", "-o", "study/results").code == 0
-    text = "# Earlier registrations\n\n## mine\n\nIt was run before.\n"
+    text = "# Registrations\n\n## mine\n\nIt was run before.\n"
     (tmp_path / "study" / "registrations.md").write_text(text, encoding="utf-8")
     done = qkablate("report", "--study", "study")
     assert (done.code, done.err) == (0, "")
