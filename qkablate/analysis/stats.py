@@ -2,7 +2,7 @@
 
 The samples are gaps of paired runs: one per seed, independent, roughly normal. Student's t interval
 decides, widened by the skewness of the sample (see `Sample`); the bootstrap and the sign-flip test
-are reported beside it (at n = 6 a BCa interval of 95 % covers only 86 %).
+are reported beside it (at n = 6 a BCa interval of 95 % covers only 87 %).
 """
 
 import math
