@@ -259,12 +259,12 @@ def split_runs(words: Iterable[str]) -> tuple[list[str], list[str]]:
 
 
 def run_and_keys(
-    words: Iterable[str], keys: Collection[str], usage: str
+    words: Iterable[str], keys: Collection[str], usage: str, noun: str = "run"
 ) -> tuple[str, dict[str, str]]:
-    """Return the one run and the values of `keys` that a command names."""
+    """Return the one run (or model) and the values of `keys` that a command names."""
     runs, values = runs_and_keys(words, keys)
     if len(runs) != 1:
-        count = f"{len(runs)} runs given ({', '.join(runs)})" if runs else "no run given"
+        count = f"{len(runs)} {noun}s given ({', '.join(runs)})" if runs else f"no {noun} given"
         raise UserError(f"{count}: write qkablate {usage}")
     return runs[0], values
 

@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 
 HELP = """qkablate claim: register a hypothesis before its runs, and judge it.
 
-Usage: qkablate claim list [--json]
+Usage: qkablate claim list [out=FOLDER] [--json]
        qkablate claim run NAME [scale=small|gpu|book] [key=value …] [--flag …]
        qkablate claim show NAME [scale=small|gpu|book] [key=value …] [--json]
 
@@ -39,22 +39,29 @@ those of `qkablate train`; a claim on another data set, for example, is another
 claim with its own seeds.
 
 Verdicts
-  SUPPORTED     the one-sided 95 % bound of every part lies within its margin
-  REFUTED       the interval of a part lies wholly outside its margin (Holm over
-                the parts)
-  EQUIVALENT    the 90 % intervals of all parts with a direction lie within ±
-                their margins, and the other parts are supported
+  SUPPORTED     every part holds with its margin, by a one-sided test at α
+  REFUTED       the opposite of a part is shown (at α, by Holm over the parts)
+  EQUIVALENT    every part that says better or worse is shown to lie within ±
+                its margin (by Holm over these), and the others are supported
   INSENSITIVE   no difference could have been detected: the baseline beats
-                `uniform` by less than three margins
+                `uniform` by less than three margins (95 % bound)
   MIXED         EQUIVALENT holds for some of the parts only
   UNDERPOWERED  none of these; the number of seeds that would decide is shown
   INCOMPLETE    some runs have not ended
-A verdict holds `unless one run in k is an outlier` if failures of training
-that are too rare for these seeds to exclude would overturn it. It is
-`exploratory` if seeds were added beyond the declared ones, or if the claim was
-edited after runs of it. It holds `at these rates` or `on these documents` if
-the audit warns of them. The seeds are derived from the hash of the claim, so
-that no earlier run counts.
+
+A part is one comparison of the claim. α is 0.05; interim analyses that a claim
+declares (seeds: [6, 12, 20]) share it. A verdict holds `unless one run in k is
+an outlier` if failures of training that are too rare for these seeds to exclude
+would overturn it. It is `exploratory` if seeds were added beyond the declared
+ones, or if the claim was edited after runs of it. Warnings of the audit limit
+it: at these rates, on these documents, where content is not shown to matter,
+before the model beats an n-gram, if both arms level off with one exponent
+(docs/claims.md). Marks of the audit: · worth knowing, ! may have caused the
+gap, ✗ runs that cannot be compared. The seeds are derived from the hash of the
+claim, so that no earlier run counts.
+
+scale=small (default) takes about an hour on two cores; scale=gpu trains models
+of 25 M parameters, scale=book GPT-2's of 124 M (conf/scale).
 
 Examples
   qkablate claim list
@@ -242,8 +249,7 @@ def _list(words: list[str], *, as_json: bool) -> int:
     for row in rows:
         print("\n".join([*_format_row(row), ""]))
     print_text(
-        "min: minutes here at scale=small, by the time of a training step; --dry-run times the"
-        " claim's own"
+        "min: estimated minutes here at scale=small; --dry-run measures the steps of one claim"
     )
     reads_published = any(row["published"] and not row["verdicts"] for row in rows)
     print_next_commands(
@@ -359,8 +365,8 @@ def _run(request: _ClaimRequest, args: Namespace) -> int:
             manifest = reuse.follow_search(archive, manifest, seeds)
             if manifest.finals and frozen_rules(manifest) not in (None, manifest.tuning_rules):
                 raise UserError(
-                    f"{claim.name} was begun in '{request.out}' by other rules for learning rates"
-                    " than those of the published runs; use another out=FOLDER"
+                    f"{claim.name} was begun in '{request.out}' with another version of the rules"
+                    " that choose learning rates than the published runs; use another out=FOLDER"
                 )
         for left in manifest.left_out:
             raise UserError(f"{claim.name}: {left.arm} is left out ({left.kind}): {left.reason}")
@@ -440,8 +446,8 @@ def _print_plan(
         lines.append(f"then {arms} measured alone, {seeds} times: some {minutes} min more")
     if reused is not None:
         lines.append(
-            f"{format_count(reused, 'published run')} count as done, as far as the search chooses"
-            " the published rates; below is the cost of all runs"
+            f"{format_count(reused, 'published run')} count as done, where the search chooses the"
+            " published rates; the cost below is that of all runs"
         )
     for line in (*lines, ""):
         print_text(line, " " * 10)

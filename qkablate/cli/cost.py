@@ -76,11 +76,15 @@ PARSER.option(
     one_of(SIZES),
 )
 PARSER.option(
-    "--vocabulary", "N", "default: that of SIZE, or of data.tokenizer=bytes", whole_number(1)
+    "--vocabulary",
+    "N",
+    "size of the vocabulary (default: that of SIZE, or 256, that of bytes; data.tokenizer is not"
+    " read)",
+    whole_number(1),
 )
-PARSER.switch("--measure", "time training steps: one model at a time, in turns, medians")
+PARSER.switch("--measure", "also measure the median time of a training step, in turns")
 PARSER.switch("--json", "print all figures, unrounded, as JSON")
-PARSER.switch("--csv", "the same as CSV")
+PARSER.switch("--csv", "print all figures, unrounded, as CSV")
 
 
 def main(argv: list[str]) -> int:

@@ -31,10 +31,10 @@ RUN is a run's folder, or the beginning of its name or id. Its final weights are
 evaluated, or the newest checkpoint of one that is still training. Nothing is
 written into its folder.
 
-Without keys of data, on the run's own validation split, and on as much of it as
-in training: the loss is that of the run's last evaluation. With data=NAME, on
-all of the validation split of any data that the run can read. Text is encoded
-by the run's own tokenizer.
+Without keys of data, a run is evaluated on its own validation split, on as many
+tokens as in training: the loss is that of its last evaluation. With data=NAME
+it is evaluated on the whole validation split of that data. Text is encoded by
+the run's own tokenizer.
 
   loss        mean in nats per token; for pairs per target token, for tasks per
               answer, for masked text per mask
@@ -47,8 +47,8 @@ by the run's own tokenizer.
   exact       share of the sequences that are right as a whole
 
 Of several runs on the same documents, the gaps to the last one are printed,
-with their standard errors over documents and intervals of 95 %: of these runs,
-on other texts. `qkablate results` compares variants, over several seeds.
+with standard errors and 95 % intervals over documents. They hold for these runs
+on other texts, not for other seeds: `qkablate results` compares variants.
 
 Keys
   data=NAME          the data, and all of data.* as in train; a key that is not

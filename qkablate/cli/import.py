@@ -46,7 +46,7 @@ Examples
   qkablate import gpt2
   qkablate import gpt2 context=128 as=gpt2-short
   qkablate import HuggingFaceTB/SmolLM-135M as=smol
-  qkablate import models/mine revision=main out=imported
+  qkablate import models/mine out=imported   a folder with config.json, weights
 
   qkablate inspect gpt2                      spectra and attention of its heads
   qkablate sample gpt2 prompt='Once upon a time'
@@ -65,7 +65,7 @@ def main(argv: list[str]) -> int:
     """Write a published model as a run."""
     args = PARSER.parse(argv)
     words, out = take_out(args.words)
-    model, values = run_and_keys(words, KEYS, "import gpt2")
+    model, values = run_and_keys(words, KEYS, "import MODEL", "model")
     for word in (model, out, *values.values()):
         check_utf8(sanitize(word), word)
     context = None

@@ -37,8 +37,8 @@ RUN is a run's folder, or the beginning of its name or id in outputs/runs. Its
 newest checkpoint is used; the run may still be training. Two tables describe
 the matrices B_h (the scores of head h) and M_h (its output), the third
 describes the attention at the beginning of the validation split: of the run's
-own data, if that is prepared on this machine, or of data=NAME. Training logs
-the same numbers (diagnostics.every).
+own data, if that is prepared on this machine, or of data=NAME; otherwise random
+tokens are read. Training logs the same numbers (diagnostics.every).
 
 With --variants: how well each variant of the catalogue can represent the run's
 circuits at this size, without training (minutes for 100 M parameters). What is
@@ -51,7 +51,8 @@ Keys
   step=N              the checkpoint of this step (default: the newest)
   out=outputs         the folder that holds runs/
   data=NAME           other data that the run can read, and all of data.* as in
-                      train, instead of the run's own; an imported run has none
+                      train, instead of the run's own (an imported run has
+                      no data)
   data.cache=FOLDER   where prepared data is (default: as in train)
   variant.file=PATH   the file of the run's own circuit, if it was trained with
                       one
@@ -89,10 +90,10 @@ Measures of the attention
 
 Columns of --variants
   params          parameters of all attention layers, relative to the run's
-  scores          error of the scores in the closest circuits of the variant, up
-                  to what softmax is invariant to: root mean square on what the
-                  layers see, relative to the scores themselves; 1: nothing is
-                  represented
+  scores          root mean square error of the scores on the inputs of the
+                  layers, with the closest circuits of the variant, relative to
+                  the scores; constants of a query, which softmax ignores, do
+                  not count; 1: nothing is represented
   output          the same for what the heads write; both over all layers
   worst scores    the largest error of the scores of a layer, and the layer
   worst output    the same for the output

@@ -58,8 +58,9 @@ Usage: qkablate ls [WORD …] [--sort KEY] [--limit N | --all] [--json]
 
 A run or sweep is listed if every WORD fits it. A WORD is a part of a name, a
 pattern such as 'standard*s0*', or key=value: a key of the resolved config as
-in model.d_model=64, or variant, data, lr, steps, seed, status. Values are
-separated by commas. A sweep fits if one of its arms does.
+in model.d_model=64, or variant (with its rank or groups, as low_rank_w_r16),
+data, lr, steps, seed, status. Several values are separated by commas. A sweep
+fits if one of its arms does.
 
 Examples
   qkablate ls                                   everything in outputs/
@@ -70,7 +71,8 @@ Examples
   qkablate ls model.d_model=128 --sort loss     the lowest test loss first
 
 Columns: a name is variant, width, heads and seed, and how the id begins; any
-verb takes it as RUN. Losses are in nats per token. Status is done, diverged,
+verb takes it as RUN. Losses are in nats per token (of tasks per answer, of
+masked text per mask). Status is done, diverged,
 failed, running, interrupted, imported or damaged; that of a sweep done,
 running, unfinished or damaged.
 

@@ -61,7 +61,8 @@ gap in test loss to the trained model, which is trained further for as long.
 Variants that RUN cannot be projected to are named with the reason.
 
 RUN's data is looked up in your own cache, by its fingerprint. Paths in RUN's
-folder are not read: if the text is not prepared, give data.path (or data.name).
+config are never opened: if the text is not prepared, give data.path (or
+data.name).
 The columns of pairs are RUN's, unless yours have other names: then give
 data.source_field and data.target_field, too.
 W&B's keys, threads and caches are yours, not RUN's.
@@ -78,7 +79,8 @@ Keys
   out=outputs        the folder that holds runs/
   engine=local       with --table or several variants: where to train, with
                      workers, runs_per_gpu, on_failure and engine.… as in sweep
-  seed=range(3)      of an imported model: the seeds of its data's order
+  data=NAME          of an imported model: the data to fine-tune on (default:
+                     stdlib), and all of data.*; seed=range(3): their order
 
 Flags
 {flags}

@@ -43,8 +43,8 @@ difference is not known does not agree. The same command resumes.
 
 With --check, a few of the published runs themselves are trained again, chosen
 by a hash. Where CPU, torch and threads are the same, every loss must be equal
-bit for bit; elsewhere it must lie within 3 √2 standard deviations between the
-seeds of its arm.
+bit for bit; elsewhere it may differ by 3 √2 times the standard deviation
+between the seeds of its arm.
 
 Examples
   qkablate reproduce directed --dry-run      its runs, and how long they take
@@ -53,8 +53,9 @@ Examples
   qkablate reproduce directed --check        three of its runs, bit for bit
   qkablate reproduce all --check 1
 
-Keys are those that change no number: out, workers, threads, data.cache,
-tracking.wandb; with --check those of the data alone. For a claim about a file,
+Keys are those that change no number (out, workers, threads, data.cache,
+tracking.wandb), and device and train.vmap, which change rounding; with --check
+those of the data alone. For a claim about a file,
 only the file that you name is read: data.path=FILE (or data.files, data.name,
 whichever the claim uses).
 

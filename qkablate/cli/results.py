@@ -53,19 +53,22 @@ Examples
   qkablate cost variant=standard,merged_w --measure --json > times.json
   qkablate results --times times.json    with the Pareto front of loss and time
 
-Without --all, only the verdicts and what the audit warns of. With --scaling, of
-three sizes and three lengths of training or more, a scaling law of each arm,
-L = E + A·N^−α + B·D^−β, and how many times the arm's compute, parameters and
-tokens its baseline needs for the same loss.
+Without --all, only the verdicts and the warnings of the audit are shown.
+--scaling fits a scaling law to each arm, L = E + A·N^−α + B·D^−β (from three
+sizes and three lengths of training on), and shows how many times the arm's
+compute, parameters and tokens its baseline needs for the same loss.
 
-A gap is the test loss of an arm minus that of its baseline with the same seed,
-in nats. The test over pairs decides: Student's t, corrected where the gaps are
-skewed. `p` is adjusted by Holm's method over all gaps shown, the interval is
-that of one gap alone. `detectable` is the smallest gap that these seeds detect
-with 80 % power. The BCa bootstrap and the exact sign-flip test are shown for
-comparison. `SE over documents` is the gap's standard error over the documents
-of the test split (of pairs and tags: files, or pairs), which the interval over
-seeds leaves out. The audit lists what else may explain the gap.
+An arm is a variant with one setting of all other keys; its runs differ in the
+seed and the learning rates alone. A gap is the test loss of an arm minus that
+of its baseline with the same seed, in nats. The test over pairs decides:
+Student's t, corrected where the gaps are skewed. `p` is adjusted by Holm's
+method over all gaps shown, the interval is that of one gap alone. `detectable`
+is the smallest gap that these seeds detect with 80 % power. The BCa bootstrap
+and the exact sign-flip test are shown for comparison. `SE over documents` is
+the gap's standard error over the documents of the test split (files for
+stdlib_pairs and stdlib_tags, pairs for others), which the interval over seeds
+leaves out. The audit lists what else may explain the gap: · worth knowing, !
+may have caused it, ✗ runs that cannot be compared.
 The function distance measures how much the predictions of arm and baseline
 differ, next to the distance between two seeds and the distance that rounding
 alone causes (variant=standard_reassociated).

@@ -74,8 +74,8 @@ Examples
   qkablate sample standard-d64 --split test > translations.txt
   qkablate sample standard-d64 --split test --show 5
   qkablate train model=nano_encoder model.context=64 data=stdlib \\
-    data.objective=mlm
-  qkablate sample standard-d64 text='def [MASK]ain(self):'
+    data.objective=mlm out=masked
+  qkablate sample standard out=masked text='def [MASK]ain(self):'
 """
 
 

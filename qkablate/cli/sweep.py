@@ -44,11 +44,15 @@ Keys of a sweep
   sweep.baseline=standard  the variant that arms of the same size are compared
                            with; or a map of keys; or null
   sweep.filter=[…]         keep only the arms for which all of these are true
-  sweep.design=grid        or one_at_a_time: the first value of each axis, and
-                           each other one alone
+  sweep.floor=true         also train variant=uniform, which a baseline has to
+                           beat before "no difference" can mean anything
+  sweep.design=grid        or one_at_a_time: the first values of all axes, then
+                           each other value with the rest at their first
+  sweep.also={data: NAME}  train every arm once more with these settings
   sweep.tune=true          choose optim.lr and variant.lr for every arm on
-                           validation (sweep.tuning_seeds), then train all seeds
-                           at the best rates
+                           validation, then train all seeds at the best rates
+  sweep.tuning_seeds=[1000,1001,1002]
+                           seeds of the runs that choose the rates
   sweep.share_prefix=true  with optim.schedule=wsd, runs that differ in length
                            begin at the longest one's checkpoints; same numbers
   sweep.name=NAME          the first part of the folder's name

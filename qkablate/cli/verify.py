@@ -25,7 +25,8 @@ if TYPE_CHECKING:
 HELP = """qkablate verify: check the identities that define a variant, in fp64.
 
 Usage: qkablate verify [key=value …] [--json]
-       qkablate verify RUN [variant.file=PATH] [--json]
+       qkablate verify RUN [out=FOLDER] [variant.file=PATH] [variant.qk=NAME]
+                       [variant.ov=NAME] [--json]
 
 Without RUN: fresh random weights, all variants or those of `variant=…`, at the
 size of the model keys. With RUN, a run's folder or id: its newest checkpoint,
@@ -42,7 +43,7 @@ Examples
   qkablate verify variant=merged_w,shared_qk model.bias=true
   qkablate verify variant=standard model.position=rope
   qkablate verify variant.file=my_variant.py
-  qkablate verify outputs/runs/merged_w-d128-h4-s0-…
+  qkablate verify merged_w-d128-h4-s0
 
 Flags
 {flags}

@@ -149,19 +149,25 @@ def check(config: Config) -> None:
     if train.tokens is not None and train.steps != "auto":
         raise UserError("train.tokens: give train.steps or train.tokens, not both")
     if optim.schedule != "wsd" and optim.cooldown != "auto":
-        raise ImpossibleConfig(f"optim.cooldown: schedule={optim.schedule} has none; only wsd has")
+        raise ImpossibleConfig(
+            f"optim.cooldown: has no effect with optim.schedule={optim.schedule}, only with wsd"
+        )
     if optim.optimizer != "muon" and optim.momentum != OptimConfig().momentum:
         raise ImpossibleConfig(
-            f"optim.momentum: optimizer={optim.optimizer} has none; only muon has"
+            f"optim.momentum: has no effect with optim.optimizer={optim.optimizer}, only with muon"
         )
     if optim.momentum >= 1:
         raise UserError(f"optim.momentum: {optim.momentum} is not a number from 0 to below 1")
     if optim.schedule == "constant" and optim.lr_final != OptimConfig().lr_final:
         raise ImpossibleConfig("optim.lr_final: schedule=constant ends at its peak")
     if model.norm == "none" and model.norm_kind != "layer":
-        raise ImpossibleConfig(f"model.norm_kind: {model.norm_kind}, but model.norm=none has none")
+        raise ImpossibleConfig(
+            f"model.norm_kind: {model.norm_kind} has no effect with model.norm=none"
+        )
     if model.norm == "none" and model.norm_eps != ModelConfig().norm_eps:
-        raise ImpossibleConfig(f"model.norm_eps: {model.norm_eps}, but model.norm=none has none")
+        raise ImpossibleConfig(
+            f"model.norm_eps: {model.norm_eps} has no effect with model.norm=none"
+        )
     if model.position != "rope" and model.rope_theta != ModelConfig().rope_theta:
         raise ImpossibleConfig(
             f"model.rope_theta: {model.rope_theta}, but only model.position=rope has wavelengths"

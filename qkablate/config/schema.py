@@ -29,12 +29,16 @@ class VariantConfig:
     qk: str = variant_key("separate", "parametrization of the QK circuit")
     ov: str = variant_key("separate", "parametrization of the OV circuit")
     norm: str = variant_key(
-        "none", "normalization of queries and keys:", choices=("none", "qk", "unit_keys")
+        "none",
+        "qk: queries and keys of length one, and a learned gain of each head; unit_keys: keys of"
+        " length one (Reformer):",
+        choices=("none", "qk", "unit_keys"),
     )
     mask_self: bool = variant_key(False, "true: no token attends to itself")
     rank: int | str | None = variant_key(
         "auto",
-        "rank of a low-rank circuit; auto: half of d_head, or d_model / 4",
+        "rank of a low-rank circuit; auto: d_head / 2 for qk=low_rank, d_model / 4 for latent and"
+        " collaborative",
         bounds=(1, 2**20),
     )
     groups: int | str | None = variant_key(
@@ -45,8 +49,8 @@ class VariantConfig:
     )
     rope_dims: int | None = variant_key(
         None,
-        "with model.position=rope: rotated query and key dimensions that each head gets, in place"
-        " of rotating the circuit's own; null: half of d_head for qk=latent, else none",
+        "with model.position=rope: separate dimensions of each head that are rotated; null: half of"
+        " d_head for qk=latent, otherwise the circuit's own queries and keys are rotated",
         bounds=(2, 2**20),
     )
     init: str = training_key(
@@ -57,8 +61,9 @@ class VariantConfig:
     )
     lr: int | float | str = training_key(
         "between",
-        "learning-rate multiplier of the changed circuit (of QK if none is changed); matched: the"
-        " circuit moves as fast as standard's; same: 1; between: their geometric mean",
+        "learning-rate multiplier of the changed circuit (of QK if none is changed): a number, or"
+        " same (1), matched (the circuit moves as fast as standard's) or between (their geometric"
+        " mean)",
         bounds=(1e-6, 1e6),
         choices=("between", "matched", "same"),
     )
@@ -155,8 +160,9 @@ class AttentionConfig:
 
     kernel: str = key(
         "auto",
-        "math, flash, folded, blocked, on CUDA also cudnn, efficient, wide; auto: an exact one,"
-        " chosen by shape, precision and GPU; portable: only of those that every GPU has",
+        "math, flash, cudnn, efficient: PyTorch's SDPA; folded: batched matmuls; blocked: the same"
+        " in blocks of queries, with less memory; wide: in Triton, for keys as wide as the stream;"
+        " auto: the fastest by shape, precision and GPU; portable: of those that every GPU has",
         Role.CONTENT | Role.PAIR_FREE | Role.FINETUNE,
         choices=(
             *("auto", "portable", "math", "flash", "cudnn", "efficient"),
@@ -266,7 +272,8 @@ class InitFromConfig:
     )
     id: str | None = key(
         None,
-        "its id; with id, weights and step given, the run need not exist any more",
+        "id of that run; with run, id, weights and step given, a finished run is found although the"
+        " parent was deleted",
         Role.IDENTITY,
     )
     weights: str | None = key(

@@ -173,9 +173,10 @@ def check_sweep(config: SweepConfig) -> None:
         raise UserError("control.tolerance: 1.0 is not below 1")
     _check_engine(config.engine)
     if config.runs_per_gpu != 1 and config.engine.name != "local":
-        ray = config.engine.name == "ray"
-        instead = "engine.gpus; write a fraction of 1" if ray else "whole GPUs"
-        raise UserError(f"runs_per_gpu: engine={config.engine.name} has {instead}")
+        instead = "leave it out: its runs do not share GPUs"
+        if config.engine.name == "ray":
+            instead = "set engine.gpus to a fraction, as 0.5"
+        raise UserError(f"runs_per_gpu: not with engine={config.engine.name}; {instead}")
     grid = config.sweep
     if not re.fullmatch(r"\w[\w+-]*", grid.name):
         raise UserError(f"sweep.name: '{grid.name}' is not made of letters, digits, _, + and -")

@@ -107,7 +107,10 @@ def find_repository(word: str, revision: str | None = None) -> Repository:
     folder = os.path.expanduser(word)
     if os.path.isdir(folder):
         if revision is not None:
-            raise UserError(f"revision: the folder '{sanitize(word)}' has none")
+            raise UserError(
+                f"revision: only a model on the Hub has one; leave it out for the folder"
+                f" '{sanitize(word)}'"
+            )
         if not os.path.isfile(os.path.join(folder, CONFIG)):
             raise UserError(f"'{sanitize(word)}' is not a published model: it has no {CONFIG}")
         return Repository(None, None, word, Path(folder))

@@ -112,7 +112,9 @@ def parse_claim(name: str, content: Any, scale: str, words: Mapping[str, str]) -
     check_settings("grid", grid)
     tuning = content.get("tuning_seeds", 3)
     if type(tuning) is not int or not 0 <= tuning <= MOST_SEEDS:
-        raise UserError(f"tuning_seeds: {tuning} is not a number of seeds; 0 turns tuning off")
+        raise UserError(
+            f"tuning_seeds: {tuning} is not a whole number from 0 (no tuning) to {MOST_SEEDS:,}"
+        )
     lr = grid.get("optim.lr", "")
     if not tuning and ("," in lr or "(" in lr):
         raise UserError(f"grid: optim.lr={lr}: give one rate, or tuning_seeds to choose among them")
@@ -130,7 +132,9 @@ def parse_claim(name: str, content: Any, scale: str, words: Mapping[str, str]) -
             raise UserError(f"{given[0]}: this claim is about {about} alone")
         specs = on_text or specs
     if not any(spec.measure.is_of_runs for spec in specs.values()):
-        raise UserError("parts: none is measured by training; `qkablate cost` shows such costs")
+        raise UserError(
+            "parts: none is about the runs, as of: gap would be; `qkablate cost` shows such costs"
+        )
     filters = [] if content.get("filter") is None else content["filter"]
     if not isinstance(filters, list) or not all(isinstance(text, str) for text in filters):
         raise UserError("filter: must be a list of predicates")
@@ -193,7 +197,8 @@ def _seeds(value: Any) -> tuple[int, ...]:
     looks = value if isinstance(value, list) else [value]
     valid = all(type(n) is int and MIN_PAIRS <= n <= MOST_SEEDS for n in looks)
     if not looks or not valid or sorted({*looks}) != looks:
-        allowed = f"a number from {MIN_PAIRS} on, or a rising list of looks as [6, 12, 20]"
+        allowed = f"a number from {MIN_PAIRS} to {MOST_SEEDS:,}, or an increasing list of interim"
+        allowed += " analyses, as [6, 12, 20]"
         raise UserError(f"seeds: {value} is not {allowed}")
     return tuple(looks)
 
@@ -256,7 +261,7 @@ def _check_margin(where: str, part: Mapping[str, Any]) -> None:
     if MEASURES[part["of"]].is_censored and margin > MOST_RATIO:
         raise UserError(
             f"{where}.margin: {margin:g} is above {MOST_RATIO:g}; a run that never reaches the loss"
-            f" is only known to need more than {1 + MOST_RATIO:g} times as many"
+            f" is only known to need more than {1 + MOST_RATIO:g} times the baseline's tokens"
         )
     if margin == 0 and kind in ("noninferior", "equivalent"):
         raise UserError(f"{where}.margin: {kind} needs a margin above 0")

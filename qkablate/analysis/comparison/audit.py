@@ -140,12 +140,12 @@ def _check_completeness(sides: Sides) -> Answer:
 def _check_pairs(gap: Gap) -> Answer:
     n = len(gap.pairs)
     if gap.unpaired:
-        return WARNING, f"{n}, and unpaired {'; '.join(gap.unpaired)}"
+        return WARNING, f"{n}; runs without a partner: {'; '.join(gap.unpaired)}"
     if n < MIN_PAIRS:
-        more = "more seeds: seed=range(6)"
+        more = "more seeds: 'seed=range(6)'"
         if gap.arm.arm.is_finetuned:
-            more = "more trained runs, or more seeds of an imported one: seed=range(6)"
-        return WARNING, f"{n}: too few to compare; {more}"
+            more = "more trained runs, or more seeds of an imported one: 'seed=range(6)'"
+        return WARNING, f"{n}, but {MIN_PAIRS} are needed; {more}"
     known = "" if (correlation := gap.correlation) is None else f", correlation {correlation:+z.2f}"
     return OK, f"{n} by seed{known}"
 
@@ -154,14 +154,15 @@ def _check_rates(
     gap: Gap, curves: dict[str, LrCurve], margin: float | None, in_claim: bool
 ) -> Answer:
     sides = gap.sides
-    tune, seeds = "sweep.tune=true", "sweep.tuning_seeds"
+    tune, more = "sweep.tune=true", "give more sweep.tuning_seeds"
     if in_claim:
-        tune, seeds = "tuning_seeds: 3", "tuning_seeds"
+        tune, more = "tuning_seeds: 3", "raise tuning_seeds"
     tuned = {entry.name: curves[entry.arm.name] for entry in sides if entry.arm.name in curves}
     if unknown := " and ".join(name for name, curve in tuned.items() if curve.best is None):
         return WARNING, f"{unknown} diverged at every rate or has missing runs"
     if edge := " and ".join(name for name, curve in tuned.items() if curve.is_on_edge):
-        return WARNING, f"the best of {edge} is on the edge, or beside a rate that diverged"
+        text = f"the best rate of {edge} is on the edge of those tried, or beside one that diverged"
+        return WARNING, f"{text}: a better one may lie outside; optim.lr=RATE gives others"
     rates = {entry.name: str(entry.rates or "–") for entry in sides}
     if untuned := [name for name in rates if name not in tuned]:
         which = "neither was" if not tuned else f"{untuned[0]} was not"
@@ -203,11 +204,13 @@ def _check_rates(
         unsolved.append(failures)
         message += f"; {failures}"
     if unsolved or uncertain:
-        return WARNING, f"{message}: raise {seeds}"
+        return WARNING, f"{message}: {more}"
     message += f"; a finer search would gain {max(excess):.4f} at most (95 % bound)"
     # An excess that shows as 0.0000 is rounding, also where seeds agree exactly.
     coarse = margin is not None and max(excess) > max(margin / 3, 5e-5)
-    return WARNING if coarse else OK, message
+    if coarse:
+        return WARNING, f"{message}, more than a third of the margin: {more}"
+    return OK, message
 
 
 def _describe_failures(pairs: Pairs, sides: Sides, tuned: dict[str, LrCurve]) -> str:
@@ -274,7 +277,7 @@ def _check_matching(sides: Sides, axis: str) -> Answer:
     )
     rotated = [_format_rotated(entry) for entry in sides]
     differs = rotated[0] != rotated[1]
-    message += f"; rope rotates {' against '.join(rotated)}" if differs else ""
+    message += "; RoPE rotates {} in the arm and {} in the baseline".format(*rotated) * differs
     held = {"params": "params", "flops": "training FLOPs"}.get(axis)
     if held is None:
         return NOTE if any(excess.values()) or differs else OK, f"at equal tokens: {message}"
@@ -287,12 +290,12 @@ def _format_rotated(entry: Entry) -> str:
     """Format which dimensions rope rotates: all of a head, or a few of the variant's own."""
     config = entry.arm.config
     if config.model.position != "rope":
-        return "none"
+        return "nothing"
     dims, sites = config.variant.rope_dims, variant_sites(config.variant, config.model)
     if dims is None:
-        return "all dimensions of a head"
+        return "whole heads"
     at = "" if sites == SITES[config.model.form] else f" in the {' and '.join(sites)}"
-    return f"{dims} dimensions of their own{at}"
+    return f"{dims} separate dimensions of a head{at}"
 
 
 def _check_initialization(sides: Sides) -> Answer:
@@ -306,18 +309,19 @@ def _check_initialization(sides: Sides) -> Answer:
             pass  # its start is that of a trained run
         elif config.init == "naive":
             state = WARNING
-            texts.append(f"{entry.name} naive (variant.init=matched matches it)")
+            texts.append(f"{entry.name} not at all (variant.init=naive)")
         elif match != "exact":
             # An arm whose start cannot be matched is what it is; it is not the form alone.
             state = max(state, NOTE if match == "spread" else WARNING, key=STATES.index)
-            texts.append(f"{entry.name} {match}")
+            how = {"spread": "in standard deviation alone", "none": "not at all"}.get(match, match)
+            texts.append(f"{entry.name} {how}")
         rates = [record.facts["lr"] for record in entry.with_status("done")]
         known = [rate for rate in rates if is_number(rate.get("factor"))]
         unmatched = {rate["factor"] for rate in known if rate["factor"] != rate.get("matched")}
         if unmatched:
             factors = ", ".join(f"{factor:.3g}" for factor in sorted(unmatched))
             rated.append(f"circuit's rate of {entry.name} × {factors}")
-    matched = "matched: " + ", ".join(texts) if texts else "matched exactly"
+    matched = f"initial scores and outputs equal standard's: {', '.join(texts) or 'exactly'}"
     if any(entry.arm.is_finetuned for entry in sides):
         matched = "projected from trained runs"
     return state, "; ".join([matched, *rated])
@@ -328,9 +332,8 @@ def _check_floor(gap: Gap, margin: float | None) -> Answer:
     if not gap.compares_attention:
         return OK, "not needed: the same attention"
     if gap.floor is None:
-        text = (
-            f"no {_reference_words(FLOOR, gap)} in the baseline's model; sweep.floor=true adds it"
-        )
+        words = _reference_words(FLOOR, gap)
+        text = f"no arm with {words} in the baseline's setting (sweep.floor=true trains one)"
         return NOTE if margin is None else WARNING, text
     name, baseline = gap.floor.arm.name, gap.baseline.name
     if gap.lead is None:
@@ -362,7 +365,7 @@ def _check_content(gap: Gap, margin: float | None) -> Answer:
         if gap.arm.arm.is_finetuned:
             return NOTE, "unknown: trained runs cannot begin with weights by position"
         words = _reference_words(POSITION, gap)
-        return NOTE, f"unknown: no {words}, weights by position alone, in the baseline's model"
+        return NOTE, f"unknown: no {words}, weights by position alone, in the baseline's setting"
     text = f"{reference.arm.name}, weights by position alone, is {reference.sample.mean:+.4f}"
     text += f" [{bounds[0]:+.4f}, {bounds[1]:+.4f}] relative to {reference.baseline.name}"
     text += gap.content_source
@@ -430,9 +433,9 @@ def _check_equality_in_pairs(pairs: Pairs, describe: Callable[[Record], str]) ->
     mixed = sum(describe(run) != describe(other) for run, other in pairs)
     values = sorted({describe(record) for pair in pairs for record in pair})
     if mixed:
-        return WARNING, f"{mixed} of {len(pairs)} pairs are mixed: {format_list(values, 3)}"
+        return WARNING, f"different in {mixed} of {len(pairs)} pairs: {format_list(values, 3)}"
     if len(values) > 1:
-        return WARNING, f"{len(values)}, each pair of one: {format_list(values, 3)}"
+        return WARNING, f"the same within each pair: {format_list(values, 3)}"
     return (OK, values[0]) if values else _NO_PAIRS
 
 
@@ -461,4 +464,4 @@ def _check_kernel(
     if size is None:
         return NOTE, message
     limit = f"the margin is {margin:g}" if margin else f"{size:.4f} is detectable"
-    return OK if most < size / 3 else WARNING, f"{message}, {limit}"
+    return OK if most < size / 3 else WARNING, f"{message} (OK below a third: {limit})"

@@ -60,7 +60,9 @@ def format_claim(claim: Claim) -> list[str]:
     tuned = ""
     if claim.tuning_seeds:
         tuned = f"; rates tuned on {claim.tuning_seeds} other seeds"
-        tuned += ", a pair of rates on a third of them" if claim.tuning_seeds >= 3 else ""
+        if claim.tuning_seeds >= 3:
+            tuned += " (a third of them where optim.lr and variant.lr are searched together; the"
+            tuned += " others confirm the choice)"
     lines.append(f"seeds     {looks}, from its hash {claim.hash[:12]}{tuned}")
     return [*map(sanitize, lines)]
 
@@ -184,8 +186,8 @@ def _format_details(judged: PartJudgement, alpha: float) -> str:
     text += [f"outliers: {failed} of {name}" for name, failed in counts.items() if failed]
     if spec.of == "spread":
         text.append(
-            "the spread is below a bound only as far as these pairs show: a larger gap in one pair"
-            f" of {max(2, sample.n // 3)} or fewer may be missing"
+            f"{sample.n} pairs cannot exclude rare large gaps: one that occurs in fewer than one"
+            f" pair of {max(2, sample.n // 3)} may not have been seen"
         )
     every = " ".join(format_value(judged.unit, judged.unit.natural(v)) for v in sample.values)
     is_gap = judged.unit is Unit.NATS and spec.horizon not in OVER_LENGTHS

@@ -54,8 +54,7 @@ def make_scaling_tables(
         " loss; above 1 the arm saves. Compute: at equal FLOPs, each at its best size; the others:"
         " at N parameters and D tokens",
         "gap at ∞ tokens: an extrapolation that takes one exponent for both arms. Intervals:"
-        " jackknife over seeds, and the error of tuning; that a law may be the wrong one is not in"
-        " them",
+        " jackknife over seeds, and the error of tuning, but not that of a wrong form of the law",
     ]
     is_answered = any(gain.times is not None for s in summaries for gain in s.gains.values())
     notes = [*(notes if is_answered else []), *dict.fromkeys(remarks)]

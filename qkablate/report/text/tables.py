@@ -97,8 +97,8 @@ def _gap_table(gaps: list[GapSummary], floor: NoiseFloor, summary: StudySummary)
         seconds = tuning.seconds
         time = "" if seconds is None else f", about {format_duration(seconds)} of computing"
         notes.append(
-            "not tuned: the best rate of an arm may be another, and the gap with it;"
-            f" sweep.tune=true settles it ({tuning.runs:,} runs{time})"
+            "not tuned: at its best learning rate an arm may have another gap;"
+            f" sweep.tune=true tunes it ({tuning.runs:,} runs{time})"
         )
     return Table(f"gaps to {floor.baseline}, paired by seed", head, rows, notes)
 
@@ -171,7 +171,7 @@ def _rank_table(ranking: Ranking) -> Table:
 
 def make_rate_table(curves: list[LrCurveSummary]) -> Table:
     """Return the table of learning rates, by validation loss."""
-    head = ["arm", "runs", "best lr", "optimum", "95 % interval", "off by up to 4 ×"]
+    head = ["arm", "runs", "best lr", "optimum", "95 % interval", "cost within 4 ×"]
     head += ["gap at default", "95 % interval", "gap at best", "95 % interval", ""]
     rows = []
     for curve in curves:
@@ -185,8 +185,8 @@ def make_rate_table(curves: list[LrCurveSummary]) -> Table:
     notes = [
         f"default: {', '.join(dict.fromkeys(str(curve.default) for curve in curves))}",
         "optimum: minimum of a quadratic surface in ln lr and ln of the circuit's multiplier;"
-        " none beyond 4 times the rates tried; interval: of lr; off by up to 4 ×: mean cost of"
-        " missing the best rate",
+        " none beyond 4 times the rates tried; interval: of lr; cost within 4 ×: mean cost"
+        " of a rate up to 4 times above or below the best",
         "the gaps are paired by tuning seed, on validation",
     ]
     return Table("learning rates, by validation loss", head, rows, notes)
@@ -214,7 +214,7 @@ def _curve_table(curves: list[CurveSummary]) -> Table:
     notes = [
         "bands cover all evaluations simultaneously; growth: change of the gap over the last"
         " doubling of tokens",
-        "in the middle of a schedule these describe, and decide nothing",
+        "evaluations before the end of a schedule describe, and decide nothing",
     ]
     return Table("validation gap while training", head, rows, notes)
 

@@ -82,7 +82,7 @@ class _Expansion:
         settings = self.grid.settings
         for predicate in settings.filter:
             keys = _OF_RUNS.findall(predicate)[:1]
-            _refuse_run_keys(f"filter: '{predicate}'", keys, ", and a predicate is about arms")
+            _refuse_run_keys(f"filter: '{predicate}'", keys, "; a filter selects arms")
         self.changes = self._run_changes()
         axes = {key: values for key, values in self.grid.choices.items() if key not in RUN_KEYS}
         combinations = [*map(_name_variant_file, _combine(axes, settings.design))]

@@ -84,4 +84,7 @@ def _value(node: ast.expr, values: Mapping[str, Any]) -> Any:
 
 
 def _refuse(node: ast.expr) -> Any:
-    raise UserError(f"'{ast.unparse(node)}' is not a comparison or sum of keys and numbers")
+    raise UserError(
+        f"'{ast.unparse(node)}' cannot be computed (allowed: keys, numbers,"
+        " 'text', lists, + - * / // %, comparisons, in, and, or, not)"
+    )

@@ -118,11 +118,13 @@ def lr_ladder(rates: list[float], own: float) -> list[float]:
         rates = sorted({*rates})
         if len(rates) < POINTS:
             raise UserError(
-                f"optim.lr: {len(rates)} rates are too few to tune by: {POINTS} at least,"
-                " or one for the middle"
+                f"optim.lr: {len(rates)} rates given; the search takes {POINTS} or more, or one,"
+                f" around which it tries {POINTS}"
             )
         if any(high / low > FACTOR * 1.01 for low, high in itertools.pairwise(rates)):
-            raise UserError("optim.lr: rates to tune by are at most a factor of two apart")
+            raise UserError(
+                "optim.lr: neighboring rates may differ by a factor of two at most; add some"
+            )
         return rates
     middle = rates[0] if rates else own
     rates = [middle * FACTOR**k for k in range(-(POINTS // 2), POINTS // 2 + 1)]

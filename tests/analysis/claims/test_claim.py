@@ -52,7 +52,7 @@ def assert_one_line(error, line):
     assert "Traceback" not in text
 
 
-SEEDS = "seeds: {} is not a number from 3 on, or a rising list of looks as [6, 12, 20]"
+SEEDS = "seeds: {} is not a number from 3 to 1,000, or an increasing list of interim analyses"
 MISTAKES = {
     "a key that is not": ({"margn": 1}, "'margn' is not one of parts, "),
     "a key that is nearly one": ({"tuning_seed": 1}, "(nearest: tuning_seeds)"),
@@ -87,7 +87,7 @@ MISTAKES = {
         "kind: better does not suit of: course",
     ),
     "each length of a size": (part(of="params", horizon="each"), "params does not depend on the"),
-    "sizes alone": (part(of="params"), "parts: none is measured by training"),
+    "sizes alone": (part(of="params"), "parts: none is about the runs"),
     "an adjusted size of nothing": (
         part(adjust="d_model"),
         "d_model has no effect at axis: tokens",
@@ -152,11 +152,17 @@ MISTAKES = {
     "seeds a fraction": ({"seeds": 6.0}, SEEDS.format("6.0")),
     "seeds a map": ({"seeds": {6: 1}}, SEEDS.format("{6: 1}")),
     "too many seeds": ({"seeds": 10**9}, SEEDS.format(10**9)),
-    "tuning seeds negative": ({"tuning_seeds": -1}, "tuning_seeds: -1 is not a number of seeds"),
-    "tuning seeds a text": ({"tuning_seeds": "2"}, "tuning_seeds: 2 is not a number of seeds"),
-    "tuning seeds true": ({"tuning_seeds": True}, "tuning_seeds: True is not a number of seeds"),
-    "tuning seeds a fraction": ({"tuning_seeds": 1.5}, "tuning_seeds: 1.5 is not a number"),
-    "tuning seeds a list": ({"tuning_seeds": [1]}, "tuning_seeds: [1] is not a number"),
+    "tuning seeds negative": (
+        {"tuning_seeds": -1},
+        "tuning_seeds: -1 is not a whole number from 0",
+    ),
+    "tuning seeds a text": ({"tuning_seeds": "2"}, "tuning_seeds: 2 is not a whole number from 0"),
+    "tuning seeds true": (
+        {"tuning_seeds": True},
+        "tuning_seeds: True is not a whole number from 0",
+    ),
+    "tuning seeds a fraction": ({"tuning_seeds": 1.5}, "tuning_seeds: 1.5 is not a whole number"),
+    "tuning seeds a list": ({"tuning_seeds": [1]}, "tuning_seeds: [1] is not a whole number"),
     "too many tuning seeds": ({"tuning_seeds": 10**9}, "tuning_seeds: 1000000000 is not"),
     "grid missing": ({"grid": None}, "grid: must be a map of keys to values"),
     "grid a list": ({"grid": ["variant"]}, "grid: must be a map of keys to values"),

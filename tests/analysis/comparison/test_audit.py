@@ -26,6 +26,8 @@ from tests.analysis.references import to_json
 PAIR = ("variant=standard,no_q", "seed=range(3)")
 TUNED = (*PAIR, "sweep.tune=true")
 TWIN = ("variant=standard,no_q,standard_reassociated", "seed=range(4)")
+EQUAL = "initial scores and outputs equal standard's:"
+HOW = {"spread": "in standard deviation alone", "none": "not at all", None: "None"}
 NAMES = ["runs", "pairs", "learning rate", "annealed", "optimizer", "matched", "initialization"]
 NAMES += ["floor", "content", "n-grams", "precision", "data"]
 NAMES += ["documents", "code", "machine", "kernel"]
@@ -76,7 +78,7 @@ def test_fair_untuned_comparison_has_a_single_remark(pair):
     }
     assert found["runs"].message == "all 6 are done"
     assert found["pairs"].message.startswith("3 by seed, correlation +1.00")
-    assert found["initialization"] == AuditCheck("initialization", OK, "matched exactly")
+    assert found["initialization"] == AuditCheck("initialization", OK, f"{EQUAL} exactly")
     assert found["precision"] == AuditCheck("precision", OK, "fp32")
     assert found["kernel"] == AuditCheck("kernel", OK, "flash")
     assert found["annealed"] == AuditCheck("annealed", OK, "whole schedules of 384 tokens")
@@ -101,7 +103,7 @@ def test_missing_runs_are_counted_and_named(cached_world, outcome):
     word = outcome or "waiting"
     assert found["runs"] == AuditCheck("runs", WARNING, f"no_q-d16-h2: 2 {word} (s0, s2)")
     assert found["pairs"].state == WARNING
-    assert found["pairs"].message.startswith("1, and unpaired")
+    assert found["pairs"].message.startswith("1; runs without a partner: ")
     assert f"no_q-d16-h2 {word}" in found["pairs"].message
 
 
@@ -120,7 +122,7 @@ def test_damaged_run_breaks_the_comparison(pair):
 
 def test_single_pair_is_not_a_comparison(cached_world):
     found = checks(cached_world("variant=standard,no_q", "seed=0").finish(loss_of))["pairs"]
-    assert found == AuditCheck("pairs", WARNING, "1: too few to compare; more seeds: seed=range(6)")
+    assert found == AuditCheck("pairs", WARNING, "1, but 3 are needed; more seeds: 'seed=range(6)'")
 
 
 def test_where_nothing_is_done_every_check_still_answers(cached_world):
@@ -169,7 +171,9 @@ def test_task_that_is_solved_in_tuning_alone_is_a_warning(cached_world, is_solve
 
     found = checks(cached_world(*TUNED).finish(loss))["learning rate"]
     assert found.state == (OK if is_solved else WARNING)
-    message = "solved in tuning, but not by 2 of 3 runs of no_q-d16-h2: raise sweep.tuning_seeds"
+    message = (
+        "solved in tuning, but not by 2 of 3 runs of no_q-d16-h2: give more sweep.tuning_seeds"
+    )
     assert found.message.endswith(message) == (not is_solved)
 
 
@@ -197,7 +201,8 @@ def test_best_rate_on_the_edge_is_reported_with_its_arm(cached_world):
     assert found["learning rate"] == AuditCheck(
         "learning rate",
         WARNING,
-        "the best of no_q-d16-h2 is on the edge, or beside a rate that diverged",
+        "the best rate of no_q-d16-h2 is on the edge of those tried, or beside one that diverged:"
+        " a better one may lie outside; optim.lr=RATE gives others",
     )
 
 
@@ -329,12 +334,21 @@ def test_initialization_match_is_reported(pair, match, state):
     change(pair, is_arm, init={"mode": "matched", "match": match})
     found = checks(pair)["initialization"]
     assert found.state == state
-    assert found.message == ("matched exactly" if state == OK else f"matched: no_q-d16-h2 {match}")
+    assert found.message == (
+        f"{EQUAL} exactly" if state == OK else f"{EQUAL} no_q-d16-h2 {HOW[match]}"
+    )
 
 
 @pytest.mark.parametrize(
     ("arm", "text"),
-    [("mla", "rope rotates 4 dimensions of their own against all dimensions"), ("no_q", "")],
+    [
+        (
+            "mla",
+            "RoPE rotates 4 separate dimensions of a head in the arm and whole heads in the"
+            " baseline",
+        ),
+        ("no_q", ""),
+    ],
 )
 def test_other_rotated_dimensions_are_named(cached_world, arm, text):
     words = f"variant=standard,{arm}", "seed=range(2)", "model.position=rope"
@@ -359,7 +373,7 @@ def test_unknown_initialization_is_a_warning(pair):
 def test_naive_start_is_a_warning(cached_world):
     found = checks(cached_world(*PAIR, "variant.init=naive").finish(loss_of))["initialization"]
     assert found.state == WARNING
-    assert "no_q-d16-h2 naive" in found.message
+    assert f"{EQUAL} no_q-d16-h2 not at all (variant.init=naive)" in found.message
 
 
 def test_side_without_matched_rate_is_named(cached_world):
@@ -380,7 +394,7 @@ def test_mixed_circumstances_are_a_warning(pair, key, name, state):
     change(pair, lambda run: run.changes["seed"] == 1, **{key: "another"})
     found = checks(pair)[name]
     assert found.state == state
-    assert "mixed" in found.message
+    assert re.match("mixed: |different in 1 of 2 pairs: ", found.message)
     assert "another" in found.message
 
 
@@ -395,7 +409,7 @@ def test_other_data_in_one_arm_leaves_no_pair(pair):
     change(pair, is_arm, data_fingerprint="another")
     found = checks(pair)
     assert found["pairs"].state == WARNING
-    assert found["pairs"].message.startswith("0, and unpaired")
+    assert found["pairs"].message.startswith("0; runs without a partner: ")
     assert "different data" in found["pairs"].message
 
 

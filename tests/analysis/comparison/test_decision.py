@@ -272,7 +272,9 @@ def test_floor_at_other_sites_does_not_count(cached_world):
     assert found["no_q"].decision == "equivalent"
     assert found["no_q_cross"].decision == "insensitive"
     (check,) = (check for check in found["no_q_cross"].audit if check.name == "floor")
-    assert "no variant=uniform variant.sites=cross in the baseline's model" in check.message
+    assert (
+        "no arm with variant=uniform variant.sites=cross in the baseline's setting" in check.message
+    )
 
 
 @pytest.mark.parametrize("lead", [1.0, 0.0])

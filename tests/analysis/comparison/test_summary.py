@@ -209,7 +209,7 @@ def test_one_seed_is_a_number_in_the_table(cached_world):
     world = cached_world(THREE, "seed=7").finish(loss_of)
     table = make_tables(describe_study(world.study()))[1]
     rows = table.rows
-    assert sum("too few" in note for note in table.notes) == 1  # the audit's
+    assert sum("3 are needed" in note for note in table.notes) == 1  # the audit's
     assert {(row[2], row[3], row[4], row[5], row[8]) for row in rows} == {
         ("–", "too few pairs", "–", "1", "–")
     }
