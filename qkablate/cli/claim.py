@@ -40,9 +40,10 @@ claim with its own seeds.
 
 Verdicts
   SUPPORTED     every part holds with its margin, by a one-sided test at α
-  REFUTED       the opposite of a part is shown (at α, by Holm over the parts)
+  REFUTED       a part is shown to be false (at α, by Holm over the parts)
   EQUIVALENT    every part that says better or worse is shown to lie within ±
-                its margin (by Holm over these), and the others are supported
+                its margin (by Holm over the parts), and the others are
+                supported
   INSENSITIVE   no difference could have been detected: the baseline beats
                 `uniform` by less than three margins (95 % bound)
   MIXED         EQUIVALENT holds for some of the parts only
@@ -60,8 +61,8 @@ before the model beats an n-gram, if both arms level off with one exponent
 gap, ✗ runs that cannot be compared. The seeds are derived from the hash of the
 claim, so that no earlier run counts.
 
-scale=small (default) takes about an hour on two cores; scale=gpu trains models
-of 25 M parameters, scale=book GPT-2's of 124 M (conf/scale).
+scale=small (default) takes minutes to hours on two cores (`claim list` tells);
+scale=gpu trains models of 25 M parameters, scale=book GPT-2's of 124 M.
 
 Examples
   qkablate claim list

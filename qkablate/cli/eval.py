@@ -27,9 +27,9 @@ HELP = """qkablate eval: evaluate trained runs, without training.
 Usage: qkablate eval RUN [RUN …] [data=NAME] [key=value …] [--split SPLIT]
                      [--json]
 
-RUN is a run's folder, or the beginning of its name or id. Its final weights are
-evaluated, or the newest checkpoint of one that is still training. Nothing is
-written into its folder.
+RUN is a run's folder, or a unique beginning of its name or id. Its final
+weights are evaluated, or the newest checkpoint of one that is still training.
+Nothing is written into its folder.
 
 Without keys of data, a run is evaluated on its own validation split, on as many
 tokens as in training: the loss is that of its last evaluation. With data=NAME

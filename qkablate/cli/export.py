@@ -10,10 +10,10 @@ HELP = """qkablate export: the weights of a run for Hugging Face Transformers.
 
 Usage: qkablate export RUN FOLDER [to=hf] [key=value …] [--json]
 
-RUN is a run's folder, or the beginning of its name or id; its newest checkpoint
-is used. FOLDER gets config.json and model.safetensors, which Transformers loads
-as GPT-2 or, for a model with RoPE, RMSNorm and SwiGLU, as Llama, with equal
-logits. It must be new or empty.
+RUN is a run's folder, or a unique beginning of its name or id; its newest
+checkpoint is used. FOLDER gets config.json and model.safetensors, which
+Transformers loads as GPT-2 or, for a model with RoPE, RMSNorm and SwiGLU, as
+Llama, with equal logits. It must be new or empty.
 
 A variant can be exported if its layers can be rewritten as standard attention:
 no_q, shared_qk, tied_kv, gqa and others; merged matrices only if their rank is

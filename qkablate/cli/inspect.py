@@ -33,12 +33,12 @@ Usage: qkablate inspect RUN [key=value …] [--layer N] [--head N]
                             [--text TEXT [--target TEXT]] [-o FILE] [--json]
        qkablate inspect RUN --variants [--layer N] [--json] [key=value …]
 
-RUN is a run's folder, or the beginning of its name or id in outputs/runs. Its
-newest checkpoint is used; the run may still be training. Two tables describe
-the matrices B_h (the scores of head h) and M_h (its output), the third
-describes the attention at the beginning of the validation split: of the run's
-own data, if that is prepared on this machine, or of data=NAME; otherwise random
-tokens are read. Training logs the same numbers (diagnostics.every).
+RUN is a run's folder, or a unique beginning of its name or id. Its newest
+checkpoint is used; the run may still be training. Two tables describe the
+matrices B_h (the scores of head h) and M_h (its output), the third describes
+the attention at the beginning of the validation split: of the run's own data,
+if that is prepared on this machine, or of data=NAME; otherwise random tokens
+are read. Training logs the same numbers (diagnostics.every).
 
 With --variants: how well each variant of the catalogue can represent the run's
 circuits at this size, without training (minutes for 100 M parameters). What is

@@ -31,13 +31,13 @@ Usage: qkablate project RUN [RUN …] variant=NAME [finetune.steps=200]
        qkablate project RUN [RUN …] variant=all|NAME,NAME… [--table]
                         [finetune.steps=200] [engine=…] [--dry-run] [--json]
 
-RUN is a run's folder, or the beginning of its name or id. All weights outside
-the two circuits are copied; the circuits of each layer are set to the closest
-ones that the variant can represent, with the heads assigned so that the error
-is smallest. Then two runs are trained, each in its own folder: the projected
-model, and the trained model as it is, for the same number of steps, with the
-same settings and the batches that follow those of RUN. The variant's own run
-from scratch is used if it exists. So a gap is split:
+RUN is a run's folder, or a unique beginning of its name or id. All weights
+outside the two circuits are copied; the circuits of each layer are set to the
+closest ones that the variant can represent, with the heads assigned so that the
+error is smallest. Then two runs are trained, each in its own folder: the
+projected model, and the trained model as it is, for the same number of steps,
+with the same settings and the batches that follow those of RUN. The variant's
+own run from scratch is used if it exists. So a gap is split:
 
   before        projected − trained, before fine-tuning
   finetuned     the same after fine-tuning: an upper bound of what the variant
@@ -80,7 +80,8 @@ Keys
   engine=local       with --table or several variants: where to train, with
                      workers, runs_per_gpu, on_failure and engine.… as in sweep
   data=NAME          of an imported model: the data to fine-tune on (default:
-                     stdlib), and all of data.*; seed=range(3): their order
+                     stdlib), and all of data.*
+  seed=range(3)      of an imported model: the seeds of its data's order
 
 Flags
 {flags}

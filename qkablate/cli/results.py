@@ -59,7 +59,7 @@ sizes and three lengths of training on), and shows how many times the arm's
 compute, parameters and tokens its baseline needs for the same loss.
 
 An arm is a variant with one setting of all other keys; its runs differ in the
-seed and the learning rates alone. A gap is the test loss of an arm minus that
+seed and the rates that are tuned. A gap is the test loss of an arm minus that
 of its baseline with the same seed, in nats. The test over pairs decides:
 Student's t, corrected where the gaps are skewed. `p` is adjusted by Holm's
 method over all gaps shown, the interval is that of one gap alone. `detectable`

@@ -33,12 +33,12 @@ Usage: qkablate sample RUN [key=value …]
        qkablate sample RUN text=TEXT
        qkablate sample RUN --split SPLIT [--show N] [--beam N]
 
-RUN is a run's folder, or the beginning of its name or id in outputs/runs. Its
-newest checkpoint is used; the run may still be training. When the text exceeds
-the model's context, generation continues from the last half of the context. A
-run with model.form=encoder_decoder translates a source; that of a task is
-written as `qkablate data show` prints it. A run with model.form=encoder fills
-in masks, tags the names of a statement, or answers a task.
+RUN is a run's folder, or a unique beginning of its name or id. Its newest
+checkpoint is used; the run may still be training. When the text exceeds the
+model's context, generation continues from the last half of the context. A run
+with model.form=encoder_decoder translates a source; that of a task is written
+as `qkablate data show` prints it. A run with model.form=encoder fills in masks,
+tags the names of a statement, or answers a task.
 
 Keys
   source=TEXT        what to translate

@@ -133,7 +133,7 @@ def parse_claim(name: str, content: Any, scale: str, words: Mapping[str, str]) -
         specs = on_text or specs
     if not any(spec.measure.is_of_runs for spec in specs.values()):
         raise UserError(
-            "parts: none is about the runs, as of: gap would be; `qkablate cost` shows such costs"
+            "parts: no part measures the runs (as of: gap does); `qkablate cost` shows such costs"
         )
     filters = [] if content.get("filter") is None else content["filter"]
     if not isinstance(filters, list) or not all(isinstance(text, str) for text in filters):

@@ -162,7 +162,8 @@ def _check_rates(
         return WARNING, f"{unknown} diverged at every rate or has missing runs"
     if edge := " and ".join(name for name, curve in tuned.items() if curve.is_on_edge):
         text = f"the best rate of {edge} is on the edge of those tried, or beside one that diverged"
-        return WARNING, f"{text}: a better one may lie outside; optim.lr=RATE gives others"
+        how = "" if in_claim else "; optim.lr=RATE gives others"
+        return WARNING, f"{text}: a better one may lie outside{how}"
     rates = {entry.name: str(entry.rates or "–") for entry in sides}
     if untuned := [name for name in rates if name not in tuned]:
         which = "neither was" if not tuned else f"{untuned[0]} was not"
@@ -309,11 +310,15 @@ def _check_initialization(sides: Sides) -> Answer:
             pass  # its start is that of a trained run
         elif config.init == "naive":
             state = WARNING
-            texts.append(f"{entry.name} not at all (variant.init=naive)")
+            texts.append(f"{entry.name} not matched (variant.init=naive)")
         elif match != "exact":
             # An arm whose start cannot be matched is what it is; it is not the form alone.
             state = max(state, NOTE if match == "spread" else WARNING, key=STATES.index)
-            how = {"spread": "in standard deviation alone", "none": "not at all"}.get(match, match)
+            how = {
+                "spread": "in standard deviation alone",
+                "none": "not matched",
+                "None": "unknown",
+            }.get(match, match)
             texts.append(f"{entry.name} {how}")
         rates = [record.facts["lr"] for record in entry.with_status("done")]
         known = [rate for rate in rates if is_number(rate.get("factor"))]
@@ -321,7 +326,7 @@ def _check_initialization(sides: Sides) -> Answer:
         if unmatched:
             factors = ", ".join(f"{factor:.3g}" for factor in sorted(unmatched))
             rated.append(f"circuit's rate of {entry.name} × {factors}")
-    matched = f"initial scores and outputs equal standard's: {', '.join(texts) or 'exactly'}"
+    matched = f"match of initial scores and outputs to standard's: {', '.join(texts) or 'exact'}"
     if any(entry.arm.is_finetuned for entry in sides):
         matched = "projected from trained runs"
     return state, "; ".join([matched, *rated])
@@ -333,7 +338,8 @@ def _check_floor(gap: Gap, margin: float | None) -> Answer:
         return OK, "not needed: the same attention"
     if gap.floor is None:
         words = _reference_words(FLOOR, gap)
-        text = f"no arm with {words} in the baseline's setting (sweep.floor=true trains one)"
+        text = f"no arm with {words} in the baseline's setting"
+        text += " (in a sweep, sweep.floor=true trains one)"
         return NOTE if margin is None else WARNING, text
     name, baseline = gap.floor.arm.name, gap.baseline.name
     if gap.lead is None:

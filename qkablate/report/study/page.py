@@ -12,13 +12,14 @@ from pathlib import Path
 
 from qkablate.analysis.claims.claim import Claim
 from qkablate.analysis.claims.judgement import Judgement
+from qkablate.analysis.claims.measures import Unit
 from qkablate.analysis.publication.archive import CHECKSUMS
 from qkablate.disk import make_folder, read_file, replace_file
 from qkablate.report.section import Section, format_n
 from qkablate.report.study.anchors import format_anchors
 from qkablate.report.study.answers import format_answers
 from qkablate.report.study.claims import RESULTS, StudiedClaim, find_open_claims, read_claims
-from qkablate.report.study.costs import has_other_sign
+from qkablate.report.study.costs import has_other_sign, is_at_ceiling
 from qkablate.report.study.multiplicity import format_multiplicity
 from qkablate.report.study.pictures import (
     ANSWERS,
@@ -57,7 +58,7 @@ How to read the table:
 - Most verdicts assume that failed runs are no more frequent than was observed; each section says
   how many would overturn its own.
 - Intervals are of 90 %, so that their ends are one-sided bounds of 95 %. Tests that refute a claim
-  are adjusted (Holm) for its parts, not for the number of claims; what that would change follows.
+  are adjusted (Holm) for its parts, not for the number of claims.
 """.strip()
 _OTHER_SEEDS = "Other seeds would give other numbers; the intervals say by how much"
 _HOW = """
@@ -182,7 +183,11 @@ def _format_claim(studied: StudiedClaim, pictures: set[str], histories: set[str]
 
 def _explain_signs(judgement: Judgement) -> list[str]:
     """Say which parts have another sign here than in the table of the answers."""
-    other = [judged.part.name for judged in judgement.parts if has_other_sign(judged)]
+    other = [
+        judged.part.name
+        for judged in judgement.parts
+        if has_other_sign(judged) and judged.unit is not Unit.RATIO and not is_at_ceiling(judged)
+    ]
     if not other:
         return []
     names = "" if len(other) == len(judgement.parts) else f" of {format_list(other)}"

@@ -61,8 +61,7 @@ def format_claim(claim: Claim) -> list[str]:
     if claim.tuning_seeds:
         tuned = f"; rates tuned on {claim.tuning_seeds} other seeds"
         if claim.tuning_seeds >= 3:
-            tuned += " (a third of them where optim.lr and variant.lr are searched together; the"
-            tuned += " others confirm the choice)"
+            tuned += ", on a third of them where optim.lr and variant.lr are searched together"
     lines.append(f"seeds     {looks}, from its hash {claim.hash[:12]}{tuned}")
     return [*map(sanitize, lines)]
 

@@ -297,16 +297,23 @@ def _summarize_claim(section: Section) -> list[str]:
     ]
 
 
+# Verdicts that every part decides, not only the parts with the same one.
+_OF_ALL_PARTS = (Verdict.SUPPORTED, Verdict.EQUIVALENT, Verdict.MIXED)
+
+
 def _format_conditions(judgement: Judgement) -> str:
     """Return the failures that would overturn the verdict, by part if several have some."""
     conditions = {
         judged.part.name: " or ".join(judged.unless)
         for judged in judgement.parts
-        if judged.unless and {*judged.unless} <= {*judgement.unless}
+        if judged.unless and (judgement.word in _OF_ALL_PARTS or judged.word == judgement.word)
     }
-    if len({*conditions.values()}) == 1:
+    if len(judgement.parts) == 1:
         return next(iter(conditions.values()))
-    return ", or ".join(f"in {name} {failures}" for name, failures in conditions.items())
+    names: dict[str, list[str]] = {}
+    for name, failures in conditions.items():
+        names.setdefault(failures, []).append(name)
+    return ", or ".join(f"in {format_list(own)} {failures}" for failures, own in names.items())
 
 
 def _format_part(judged: PartJudgement, level: float) -> str:

@@ -114,7 +114,7 @@ def _format_arms(manifest: Manifest, estimates: Estimates | None, screen: Screen
     is_moved = any(_is_of_another_width(arm) for arm in manifest.arms.values())
     head = ["arm", "params", "with embeddings", "mismatch", *["d_model"] * is_moved]
     head += ["MLP", "FLOPs/token", "runs"]
-    head += ["time a run", "memory"] if estimates is not None else []
+    head += ["time per run", "memory"] if estimates is not None else []
     counts = Counter(run.arm for run in manifest.runs) + Counter(refinement_sizes(manifest))
     finals = f" + {len(manifest.finals)}" if manifest.finals else ""
     rows = []

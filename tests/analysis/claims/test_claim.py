@@ -87,7 +87,7 @@ MISTAKES = {
         "kind: better does not suit of: course",
     ),
     "each length of a size": (part(of="params", horizon="each"), "params does not depend on the"),
-    "sizes alone": (part(of="params"), "parts: none is about the runs"),
+    "sizes alone": (part(of="params"), "parts: no part measures the runs"),
     "an adjusted size of nothing": (
         part(adjust="d_model"),
         "d_model has no effect at axis: tokens",

@@ -26,8 +26,8 @@ from tests.analysis.references import to_json
 PAIR = ("variant=standard,no_q", "seed=range(3)")
 TUNED = (*PAIR, "sweep.tune=true")
 TWIN = ("variant=standard,no_q,standard_reassociated", "seed=range(4)")
-EQUAL = "initial scores and outputs equal standard's:"
-HOW = {"spread": "in standard deviation alone", "none": "not at all", None: "None"}
+MATCH = "match of initial scores and outputs to standard's:"
+HOW = {"spread": "in standard deviation alone", "none": "not matched", None: "unknown"}
 NAMES = ["runs", "pairs", "learning rate", "annealed", "optimizer", "matched", "initialization"]
 NAMES += ["floor", "content", "n-grams", "precision", "data"]
 NAMES += ["documents", "code", "machine", "kernel"]
@@ -78,7 +78,7 @@ def test_fair_untuned_comparison_has_a_single_remark(pair):
     }
     assert found["runs"].message == "all 6 are done"
     assert found["pairs"].message.startswith("3 by seed, correlation +1.00")
-    assert found["initialization"] == AuditCheck("initialization", OK, f"{EQUAL} exactly")
+    assert found["initialization"] == AuditCheck("initialization", OK, f"{MATCH} exact")
     assert found["precision"] == AuditCheck("precision", OK, "fp32")
     assert found["kernel"] == AuditCheck("kernel", OK, "flash")
     assert found["annealed"] == AuditCheck("annealed", OK, "whole schedules of 384 tokens")
@@ -335,7 +335,7 @@ def test_initialization_match_is_reported(pair, match, state):
     found = checks(pair)["initialization"]
     assert found.state == state
     assert found.message == (
-        f"{EQUAL} exactly" if state == OK else f"{EQUAL} no_q-d16-h2 {HOW[match]}"
+        f"{MATCH} exact" if state == OK else f"{MATCH} no_q-d16-h2 {HOW[match]}"
     )
 
 
@@ -373,7 +373,7 @@ def test_unknown_initialization_is_a_warning(pair):
 def test_naive_start_is_a_warning(cached_world):
     found = checks(cached_world(*PAIR, "variant.init=naive").finish(loss_of))["initialization"]
     assert found.state == WARNING
-    assert f"{EQUAL} no_q-d16-h2 not at all (variant.init=naive)" in found.message
+    assert f"{MATCH} no_q-d16-h2 not matched (variant.init=naive)" in found.message
 
 
 def test_side_without_matched_rate_is_named(cached_world):

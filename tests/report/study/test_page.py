@@ -252,6 +252,8 @@ def test_failures_that_would_overturn_an_answer_are_named_by_part(studied):
         r" standard-d64-h4 .*, or in without_w_k one run in \d+ of no_k-d64-h4 ",
         verdict,
     )
+    several, *_ = summarize(sections["break_even"])
+    assert "unless" not in several  # undecided
     alone, *_ = summarize(sections["low_rank"])  # of its only part
     assert re.search(r"unless one run in \d+ of ", alone)
 
