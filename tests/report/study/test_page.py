@@ -88,6 +88,7 @@ def test_figures_of_the_readme_are_those_of_the_claims(studied):
         "No W_o": ("break_even", "w_o"),
         "No W_v": ("break_even", "w_v"),
         "Four matrices in place of W_q and W_k": ("four_or_one", "four"),
+        "in place of four of width 64 with four heads": ("deep_head", "deeper"),
         "which looks at no token": ("without_both", "by_position"),
     }.items():
         assert "{}: {:+.3f} [{:+.3f}, {:+.3f}]".format(text, *found[name]) in readme
