@@ -557,7 +557,7 @@ FILES = {
     "no arm left": ({"filter": ["model.d_model > 999"]}, "excludes all arms"),
     "a baseline": ({"baseline": 5}, "baseline: '5' is not a variant"),
     "growth": ({"parts": {"within": PART | {"horizon": "growth"}}}, "2 lengths of training"),
-    "seeds": ({"seeds": 1}, "seeds: 1 is not a number from 3 on"),
+    "seeds": ({"seeds": 1}, "seeds: 1 is not a number from 3 to 1,000"),
 }
 
 

@@ -140,7 +140,7 @@ MISTAKES = [
     (["sweep.nme=x"], "sweep.nme: there is no such key (nearest: sweep.name)"),
     (["sweep.name=../x"], "sweep.name: '../x' is not made of letters"),
     (["sweep.tune=true", "sweep.tuning_seeds=[1]"], "1 is a seed of the final runs"),
-    (["sweep.tune=true", "optim.lr=1e-3,2e-3"], "optim.lr: 2 rates are too few to tune by"),
+    (["sweep.tune=true", "optim.lr=1e-3,2e-3"], "optim.lr: 2 rates given"),
     (["sweep.tune=true", "optim.lr=fast"], "optim.lr: 'fast' is not a number"),
     (["sweep.tune=true", "optim.lr=-1e-3"], "optim.lr: -0.001 is not"),
     (["sweep.tune=true", "optim.lr=0,1e-3,2e-3,4e-3,8e-3"], "optim.lr: 0"),
