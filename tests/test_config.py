@@ -379,13 +379,19 @@ def test_variant_name_describes_its_circuits(overrides, name):
         ("variant.lr=true", "variant.lr: 'True' is not a number or between or matched or same"),
         ("optim.cooldown=[1]", "optim.cooldown: '[1]' is not a number or auto"),
         ("optim.momentum=1", "optim.momentum: "),
-        ("optim.momentum=0.9", "optim.momentum: optimizer=adamw has none; only muon has"),
+        (
+            "optim.momentum=0.9",
+            "optim.momentum: has no effect with optim.optimizer=adamw, only with muon",
+        ),
         (
             "optim.optimizer=moun",
             "optim.optimizer: 'moun' (nearest: muon) is not one of adamw, muon",
         ),
         ("model.embedding_std=-1", "model.embedding_std: -1.0 is not a number from 0 to 1000"),
-        ("optim.cooldown=0.3", "optim.cooldown: schedule=cosine has none; only wsd has"),
+        (
+            "optim.cooldown=0.3",
+            "optim.cooldown: has no effect with optim.schedule=cosine, only with wsd",
+        ),
         ("optim.betas=[0.9]", "optim.betas: [0.9] are not two numbers"),
         ("optim.betas=[0.9,1.0]", "optim.betas: [0.9, 1.0] are not two numbers"),
         ("optim.schedule=cosin", "'cosin' (nearest: cosine) is not one of cosine, wsd, constant"),
