@@ -59,8 +59,8 @@ PARSER.option("--project", "NAME", default.format("project", "PROJECT") + "qkabl
 PARSER.option(
     "--spec",
     "[FILE]",
-    "write the view as JSON instead, to stdout or to a file that ends in .json; the sweep's own"
-    " run is pinned only where the entity is known",
+    "write the view as JSON instead, to stdout or to a file that ends in .json; the run"
+    " with the sweep's results is pinned only if the entity is known",
 )
 
 

@@ -30,9 +30,9 @@ Usage: qkablate data list [--json]
   list     all texts and tasks, and what is prepared on this machine
   prepare  convert text to tokens on disk, once; train does so itself if needed
   info     source, splits, counts, tokenizer, fingerprint
-  show     windows as the model receives them: text (▒: masked), the sequences
-           of a task with their answers, or source and target of its pairs for
-           a model with an encoder, or words with their tags
+  show     windows as the model receives them: text (▒: masked token), sequences
+           of a task with their answers, source and target of pairs, or words
+           with their tags
 
 Keys are those of `qkablate train`: data=NAME and all of data.*, model.*, seed.
 

@@ -25,9 +25,9 @@ index). The run has the model's weights in fp32; inspect, sample, verify,
 project and init_from.run= read it as any other. The same model, given again, is
 not written twice.
 
-Decoders of model_type gpt2, llama and mistral are read, with all heads alike or
-grouped keys. A setting or a tensor that qkablate has no part for is refused,
-before anything is written. No code and no pickle is ever read.
+Decoders of model_type gpt2, llama and mistral are read, with multi-head or
+grouped-query attention. A model with a setting or a tensor that qkablate does
+not support is refused, before anything is written. No code and no pickle is ever read.
 
 Without a network, the Hub's cache in HF_HOME is used. origin.json in the run's
 folder has repository, commit and checksums.

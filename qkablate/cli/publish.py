@@ -21,8 +21,8 @@ losses by document, summed over the runs of an arm. Checkpoints, predictions,
 diagnostics and attention maps are left out.
 
 An archive that exists is added to: publish again as runs end, also from other
-machines. A run that is published with other figures is refused. The same runs
-give the same bytes.
+machines. A run whose figures differ from its published ones is refused. The
+same runs, published again, give identical files.
 
 Examples
   qkablate publish directed              into docs/study/results
