@@ -27,7 +27,8 @@ not written twice.
 
 Decoders of model_type gpt2, llama and mistral are read, with multi-head or
 grouped-query attention. A model with a setting or a tensor that qkablate does
-not support is refused, before anything is written. No code and no pickle is ever read.
+not support is refused, before anything is written. No code and no pickle is
+ever read.
 
 Without a network, the Hub's cache in HF_HOME is used. origin.json in the run's
 folder has repository, commit and checksums.
