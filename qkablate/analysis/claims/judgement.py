@@ -19,6 +19,7 @@ from qkablate.analysis.claims.registry import (
 from qkablate.analysis.claims.verdict import (
     Part,
     SeedsNeeded,
+    is_deciding,
     judge_parts,
     merge_verdicts,
     spend_alpha,
@@ -106,8 +107,7 @@ class Judgement:
         if not self.is_conclusive:
             return {}
         # A claim is refuted by some of its parts: the others limit nothing.
-        is_refuted = self.word == Verdict.REFUTED
-        deciding = [j for j in self.parts if j.word == Verdict.REFUTED or not is_refuted]
+        deciding = [judged for judged in self.parts if is_deciding(judged.word, self.word)]
         limits = {}
         for name, words in LIMITS.items():
             if warned := [judged.part.name for judged in deciding if judged.is_warned(name)]:

@@ -249,14 +249,17 @@ def judge_parts(parts: Sequence[Part], alpha: float = ALPHA) -> ClaimVerdict:
         for part, verdict in zip(parts, verdicts, strict=True)
     ]
     deciding = [
-        own
-        for own, verdict in zip(conditions, verdicts, strict=True)
-        if word in (Verdict.SUPPORTED, Verdict.EQUIVALENT, Verdict.MIXED) or verdict == word
+        own for own, verdict in zip(conditions, verdicts, strict=True) if is_deciding(verdict, word)
     ]
     if word == Verdict.REFUTED and not all(deciding):
         return ClaimVerdict(word, verdicts, [], conditions)  # a part is refuted whatever fails
     unless = [*dict.fromkeys(itertools.chain(*deciding))]
     return ClaimVerdict(word, verdicts, unless, conditions)
+
+
+def is_deciding(part: Verdict, claim: Verdict) -> bool:
+    """Return whether a part with this verdict decides its claim: all do, unless one is enough."""
+    return part == claim or claim in (Verdict.SUPPORTED, Verdict.EQUIVALENT, Verdict.MIXED)
 
 
 def merge_verdicts(verdicts: list[Verdict], parts: Sequence[Part]) -> Verdict:

@@ -210,7 +210,10 @@ def _check_rates(
     # An excess that shows as 0.0000 is rounding, also where seeds agree exactly.
     coarse = margin is not None and max(excess) > max(margin / 3, 5e-5)
     if coarse:
-        return WARNING, f"{message}, more than a third of the margin: {more}"
+        return (
+            WARNING,
+            f"{message}, more than a third of {margin:.3g}, the least that counts: {more}",
+        )
     return OK, message
 
 
@@ -469,5 +472,7 @@ def _check_kernel(
     size = margin or detectable
     if size is None:
         return NOTE, message
-    limit = f"the margin is {margin:g}" if margin else f"{size:.4f} is detectable"
-    return OK if most < size / 3 else WARNING, f"{message} (OK below a third: {limit})"
+    limit = f"the margin, {margin:g}" if margin else f"the detectable gap, {size:.4f}"
+    is_less = most < size / 3
+    than = "less" if is_less else "not less"
+    return OK if is_less else WARNING, f"{message}, {than} than a third of {limit}"

@@ -7,7 +7,7 @@ from qkablate.analysis.claims.claim import OVER_LENGTHS, TEXT, Claim, PartSpec, 
 from qkablate.analysis.claims.judgement import Judgement, PartJudgement
 from qkablate.analysis.claims.measures import Unit
 from qkablate.analysis.claims.samples import Exact
-from qkablate.analysis.claims.verdict import SeedsNeeded
+from qkablate.analysis.claims.verdict import SeedsNeeded, is_deciding
 from qkablate.analysis.comparison.audit import MARKS, group_checks
 from qkablate.analysis.comparison.gaps import perplexity_percent
 from qkablate.analysis.stats import Sample
@@ -15,7 +15,7 @@ from qkablate.errors import sanitize
 from qkablate.report.text.numbers import format_value
 from qkablate.report.text.table import Table, format_interval, format_known
 from qkablate.screen import PLAIN, Screen
-from qkablate.table import format_nats, format_table
+from qkablate.table import format_list, format_nats, format_table
 
 _KINDS = {
     "noninferior": "is not worse than {} by {}",
@@ -115,6 +115,17 @@ def format_judgement(judgement: Judgement, screen: Screen = PLAIN) -> list[str]:
     text += lines(*(line for needs in format_seeds_needed(judgement) for line in ("", needs)))
     assert judgement.study.manifest is not None  # claims are judged by sweeps
     return [*text, *lines("", f"runs  {judgement.study.manifest.folder}")]
+
+
+def format_conditions(judgement: Judgement) -> str:
+    """Return the failures that would overturn the verdict, by part if there are several."""
+    names: dict[str, list[str]] = {}
+    for judged in judgement.parts:
+        if judged.unless and is_deciding(judged.word, judgement.word):
+            names.setdefault(" or ".join(judged.unless), []).append(judged.part.name)
+    if len(judgement.parts) == 1:
+        return next(iter(names))
+    return ", or ".join(f"in {format_list(own)} {failures}" for failures, own in names.items())
 
 
 def make_part_table(judgement: Judgement) -> tuple[list[str], list[list[str]]]:

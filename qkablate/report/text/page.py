@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from qkablate.report import rows
 from qkablate.report.page import format_status, make_notes
 from qkablate.report.section import Section
-from qkablate.report.text.claims import format_claim, make_claim_table
+from qkablate.report.text.claims import format_claim, format_conditions, make_claim_table
 from qkablate.report.text.forms import make_form_tables
 from qkablate.report.text.setting import format_question, format_setting
 from qkablate.report.text.summary import list_gaps, summarize
@@ -24,7 +24,7 @@ def _render_section(section: Section) -> str:
     lines = [format_question(section) if judgement is None else "", format_setting(section)]
     parts += map(escape_markdown, filter(None, [*lines, format_status(section)]))
     if judgement is not None:
-        unless = f"unless {' or '.join(judgement.unless)}: " if judgement.unless else ""
+        unless = f"unless {format_conditions(judgement)}: " if judgement.unless else ""
         parts.append(f"**{judgement.headline}** {escape_markdown(unless + judgement.claim.says)}")
     if gaps := list_gaps(section):
         parts.append("\n".join(f"- {escape_markdown(line)}" for line in gaps))

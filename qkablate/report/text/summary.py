@@ -2,7 +2,7 @@
 
 from collections import Counter
 
-from qkablate.analysis.claims.judgement import Judgement, PartJudgement
+from qkablate.analysis.claims.judgement import PartJudgement
 from qkablate.analysis.claims.measures import Unit
 from qkablate.analysis.comparison.audit import AuditCheck
 from qkablate.analysis.comparison.decision import (
@@ -15,6 +15,7 @@ from qkablate.analysis.comparison.decision import (
 )
 from qkablate.analysis.comparison.summary import GapSummary
 from qkablate.report.section import Section, format_n
+from qkablate.report.text.claims import format_conditions
 from qkablate.report.text.forms import summarize_forms
 from qkablate.report.text.numbers import (
     format_gap,
@@ -277,7 +278,7 @@ def _summarize_claim(section: Section) -> list[str]:
     cause = "some runs diverged" if diverged else "their intervals hold more than one answer"
     verdict = _VERDICTS.get(judgement.word, f"The runs are inconclusive: {cause}")
     verdict += f" {_join(judgement.scope)}" if judgement.scope else ""
-    verdict += f", unless {_format_conditions(judgement)}" if judgement.unless else ""
+    verdict += f", unless {format_conditions(judgement)}" if judgement.unless else ""
     verdict += ", but this is exploratory and confirms nothing" if judgement.exploratory else ""
     warnings = _format_warnings([check for judged in judgement.parts for check in judged.checks])
     level = 1 - 2 * judgement.alpha
@@ -295,25 +296,6 @@ def _summarize_claim(section: Section) -> list[str]:
         if measured
         else "Nothing could be measured: there is no completed pair of runs.",
     ]
-
-
-# Verdicts that every part decides, not only the parts with the same one.
-_OF_ALL_PARTS = (Verdict.SUPPORTED, Verdict.EQUIVALENT, Verdict.MIXED)
-
-
-def _format_conditions(judgement: Judgement) -> str:
-    """Return the failures that would overturn the verdict, by part if several have some."""
-    conditions = {
-        judged.part.name: " or ".join(judged.unless)
-        for judged in judgement.parts
-        if judged.unless and (judgement.word in _OF_ALL_PARTS or judged.word == judgement.word)
-    }
-    if len(judgement.parts) == 1:
-        return next(iter(conditions.values()))
-    names: dict[str, list[str]] = {}
-    for name, failures in conditions.items():
-        names.setdefault(failures, []).append(name)
-    return ", or ".join(f"in {format_list(own)} {failures}" for failures, own in names.items())
 
 
 def _format_part(judged: PartJudgement, level: float) -> str:
