@@ -64,6 +64,8 @@ and layers that cache the source itself share one copy. Bytes are those of
 
 Flags
 {flags}
+
+Exit codes: 0 the costs are printed · 2 a mistake in the command
 """
 
 

@@ -46,6 +46,9 @@ Examples
   qkablate data prepare data=hub data.name=roneneldan/TinyStories
   qkablate data info data=text data.path=book.txt data.tokenizer=chars
   qkablate data show data=recall data.pairs=4 model.context=32
+
+Exit codes: 0 done · 2 a mistake in the command, or text that cannot be read or
+is not prepared
 """
 
 # The flags that each action takes.

@@ -110,6 +110,8 @@ Examples
   qkablate inspect merged_w-d128-h4-s0-0123456789ab --json > merged_w.json
   qkablate inspect gpt2 data=text data.path=book.txt --variants
   qkablate inspect no_q_cross --text 's3 s1 s4' --target 's4 s1 s3' -o pair.svg
+
+Exit codes: 0 the measures are printed · 2 a mistake in the command
 """
 KEYS = ("step", "out", *DATA_WORDS, *CIRCUIT_KEYS)
 _PARTS = {"qk": "B_h, the scores of a head", "ov": "M_h, the output of a head"}

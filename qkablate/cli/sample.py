@@ -76,6 +76,8 @@ Examples
   qkablate train model=nano_encoder model.context=64 data=stdlib \\
     data.objective=mlm out=masked
   qkablate sample standard out=masked text='def [MASK]ain(self):'
+
+Exit codes: 0 the text is printed · 2 a mistake in the command
 """
 
 

@@ -35,6 +35,8 @@ Examples
                                                         name of its own
   qkablate cost variant=standard,merged_w --at gpt-j    its cost
   qkablate verify variant=merged_w                      its exact checks
+
+Exit codes: 0 the catalogue is printed · 2 a mistake in the command
 """
 
 

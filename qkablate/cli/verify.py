@@ -47,6 +47,8 @@ Examples
 
 Flags
 {flags}
+
+Exit codes: 0 every check holds · 1 one does not · 2 a mistake in the command
 """
 LENGTH = 136  # tokens per sequence: more than one block of queries
 

@@ -27,10 +27,11 @@ def test_help(qkablate):
 
 
 @pytest.mark.parametrize("verb", [None, *VERBS])
-def test_help_fits_80_columns(qkablate, verb):
+def test_help_fits_80_columns_and_has_the_exit_codes(qkablate, verb):
     done = qkablate(*[verb] * bool(verb), "--help")
     assert done.code == 0
     assert [line for line in done.out.splitlines() if len(line) > 80] == []
+    assert "Exit codes" in done.out or not verb
 
 
 def test_version(qkablate):
