@@ -296,7 +296,7 @@ def _propose_comparison(
         pair = f"variant={other},{variant}"
         several = ["train", "-m", pair, "seed=0,1,2"] if is_other else ["sweep", pair, _SEEDS]
         return [*several, *words]
-    own = [word for word in overrides if word.startswith(("variant=", "variant."))]
+    own = [w for w in overrides if w.startswith(("variant=", "variant.")) and w not in words]
     is_file = any(word.startswith("variant.file=") for word in own)
     # The sweep adds its baseline.
     return ["sweep", *own, _SEEDS, *words] if is_file and not is_other else []

@@ -436,11 +436,12 @@ def test_after_a_run_of_mla_its_pair_has_the_dimensions_that_it_has_by_default(q
 
 
 def test_after_a_run_of_an_own_file_its_comparison_is_proposed(capsys, tmp_path):
-    words = ["variant.file=mine.py", "variant.ov=no_o", "seed=2", "train.steps=9"]
+    words = ["variant.file=mine.py", "variant.ov=no_o", "variant.lr=2", "seed=2", "train.steps=9"]
     print_next({"status": "done", "variant": "mine+no_o", "seed": 2}, words, tmp_path, 1e-3)
     assert capsys.readouterr().out.splitlines()[2:] == [
-        "  qkablate train variant=standard seed=2 train.steps=9",
-        "  qkablate sweep variant.file=mine.py variant.ov=no_o 'seed=range(6)' train.steps=9",
+        "  qkablate train variant=standard seed=2 variant.lr=2 train.steps=9",
+        "  qkablate sweep variant.file=mine.py variant.ov=no_o 'seed=range(6)' variant.lr=2"
+        " train.steps=9",
     ]
 
 
