@@ -76,6 +76,8 @@ def test_figures_of_the_readme_are_those_of_the_claims(studied):
         ("encoder_translation", "w_o"),
         ("qq_never_better", "never d_model=64"),
         ("qq_never_better", "never d_model=128"),
+        ("wide_qk", "no_better"),
+        ("wide_qk", "at_equal_parameters"),
     ):
         mean, low, high = found[claim, part]  # the claim is about standard
         found[claim, part] = -mean, -high, -low
@@ -87,6 +89,7 @@ def test_figures_of_the_readme_are_those_of_the_claims(studied):
         "Q = K = V": ("one_matrix", "and_values"),
         "No W_o": ("break_even", "w_o"),
         "No W_v": ("break_even", "w_v"),
+        "in each of four heads": ("wide_qk", "no_better"),
         "Four matrices in place of W_q and W_k": ("four_or_one", "four"),
         "in place of four of width 64 with four heads": ("deep_head", "deeper"),
         "which looks at no token": ("without_both", "by_position"),
@@ -103,6 +106,7 @@ def test_figures_of_the_readme_are_those_of_the_claims(studied):
         "after half as many tokens, and": ("rope", 4000),
         "(keys of length one, no token attends to itself) it is": ("reformer", "not_worse"),
         "removing W_o costs": ("encoder_translation", "w_o"),
+        "narrowed to equal parameters": ("wide_qk", "at_equal_parameters"),
         "the table costs": ("content_with_rope", "content"),
     }.items():
         assert "{} {:+.3f} [{:+.3f}, {:+.3f}]".format(text, *found[name]) in readme
