@@ -90,7 +90,7 @@ def _with_legend(value: Any, variants: list[str], has_shapes: bool) -> Any:
         spec["legend"] = {"title": None, "orient": "top", "values": variants, "columns": 6}
         spec["legend"] |= {"symbolOpacity": 1}
         # A viewer's font may be wider than that of the layout, by the more the longer a name is.
-        padding = 2 * max(map(len, variants), default=0) - 12
+        padding = 2 * max(map(len, variants)) - 12
         spec["legend"] |= {"columnPadding": padding} if padding > 10 else {}
         if not has_shapes:
             spec["legend"] |= {"symbolType": "stroke", "symbolSize": 900, "symbolStrokeWidth": 2}
