@@ -197,6 +197,17 @@ def test_published_runs_are_not_trained_again(
     assert shown["exploratory"] == []
 
 
+def test_own_runs_with_other_figures_are_refused(qkablate, published, outputs, trained):
+    """They could not be published with the runs that would be trained."""
+    path = next(outputs.glob("runs/no_q-d16-h2-s*/result.json"))
+    result = json.loads(path.read_text())
+    result["loss"]["test"] += 1e-9
+    path.write_text(json.dumps(result))
+    done = qkablate("claim", "run", *words(outputs), "--from", "shared")
+    assert_refused(done, f"{path.parent.name} has ended in 'outputs' with other figures than the")
+    assert trained == []
+
+
 def test_only_missing_runs_are_trained(qkablate, published, outputs, trained):
     claim = words(outputs)
     missing = sorted(outputs.glob("runs/no_q-d16-h2-s*"))
@@ -234,4 +245,4 @@ def test_runs_of_another_claim_do_not_count(qkablate, published, outputs):
         done = qkablate("claim", "run", *claim, "--from", "shared")
     finally:
         corpus.write_text(text, encoding="utf-8")
-    assert_refused(done, "none of the 9 published runs is one of this plan: data_fingerprint is")
+    assert_refused(done, "none of the 9 published runs is of this plan: data_fingerprint is")

@@ -24,21 +24,16 @@ def find_references(out: str) -> References:
     for name in registered_names(out):
         try:
             registered = find_registrations(out, name)
-            sweeps = [
-                [*one.sweeps.values()][-1]  # with the most seeds
-                for one in registered
-                if POSITION in str(one.claim.grid) and one.sweeps
-            ]
-            for sweep in sweeps:
-                _add_references(references, name, read_study(sweep))
+            for one in (one for one in registered if POSITION in str(one.claim.grid)):
+                looks = map(read_study, reversed(one.sweeps.values()))  # the most seeds first
+                if (study := next((look for look in looks if look.is_complete), None)) is not None:
+                    _add_references(references, name, study)
         except UserError:
             continue  # its own command says what is wrong with it
     return references
 
 
 def _add_references(references: References, name: str, study: Study) -> None:
-    if not study.is_complete:
-        return
     for entry in study.entries:
         baseline = study.baseline_of(entry)
         if baseline is None or not is_position_only(entry.arm) or entry.arm.mismatch is not None:

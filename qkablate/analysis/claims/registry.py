@@ -8,6 +8,7 @@
 import json
 import os
 from collections.abc import Iterator, Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
@@ -20,6 +21,7 @@ from qkablate.disk import link_atomic, make_folder
 from qkablate.errors import UserError
 from qkablate.runs.records import read_json, write_json
 from qkablate.strict_json import from_json
+from qkablate.sweeps.planning.manifest import read_manifest
 
 FORMAT = 2
 STATISTICS = 2  # raised with the rules by which claims are judged; 1: before it was recorded
@@ -89,6 +91,7 @@ def register_claim(
 ) -> Registration:
     """Register a claim, unless it already is; `published` is how others have registered it."""
     folder = Path(out).expanduser() / "claims" / claim.folder_name
+    known = {*((published or {}).get("earlier") or ())}  # to those who have published it
     if not (folder / FILE).exists():
         make_folder(folder)
         others = find_registrations(out, claim.name)
@@ -104,8 +107,12 @@ def register_claim(
             "final_seeds": claim.seeds_of("final", claim.seeds[-1]),
             "tuning_seeds": claim.seeds_of("tuning", claim.tuning_seeds),
         }
-        known = content.get("earlier") or []
         write_json(folder / FILE, {**content, "earlier": sorted({*known, *earlier})})
+    registration = read_registration(folder)
+    if known <= registration.earlier:
+        return registration
+    content = read_json(folder / FILE) | {"earlier": sorted(known | registration.earlier)}
+    write_json(folder / FILE, content)
     return read_registration(folder)
 
 
@@ -172,7 +179,7 @@ def edits_since(claim: Claim, before: list[Registration]) -> list[str]:
         for other in before
         if other.claim.hash != claim.hash
         and _is_wording_of(other, claim)
-        and (other.claim.hash in same[0].earlier if same else _has_results(other))
+        and (_is_earlier(other, same[0]) if same else _has_results(other))
     ]
     known = {other.claim.hash for other in before}
     lost = sorted(same[0].earlier - known) if same else []
@@ -186,6 +193,26 @@ def _is_wording_of(registration: Registration, claim: Claim) -> bool:
     """Return whether a claim was registered at the same scale, with the same keys."""
     other = registration.claim
     return (other.scale, other.words) == (claim.scale, claim.words)
+
+
+def _is_earlier(other: Registration, registration: Registration) -> bool:
+    """Return whether a claim had results before another was registered, here or elsewhere."""
+    if other.claim.hash in registration.earlier:
+        return True
+    with suppress(ValueError, TypeError):  # a time that is not known
+        registered = datetime.fromisoformat(registration.when)
+        return any(ended < registered for ended in _find_ends(other))
+    return False
+
+
+def _find_ends(registration: Registration) -> Iterator[datetime]:
+    """Yield when the runs of a claim have ended, as far as it is known."""
+    for sweep in registration.sweeps.values():
+        planned = {run.id for run in read_manifest(sweep).runs}
+        for path in sweep.parent.parent.glob("runs/*/result.json"):
+            if path.parent.name.rpartition("-")[2] in planned:
+                with suppress(ValueError):
+                    yield datetime.fromisoformat(str((read_json(path) or {}).get("ended")))
 
 
 def _has_results(registration: Registration) -> bool:

@@ -104,8 +104,12 @@ class Archive:
                 pairs = zip(earlier["losses"], sums["losses"], strict=True)
                 earlier["losses"] = [a + b for a, b in pairs]
                 earlier["runs"] += sums["runs"]
+        # Whoever registered it without knowing of an earlier wording's results, another knew.
+        wordings = {h for one in (self, new) for h in one.registration.get("earlier") or ()}
         if new.registration["registered"] < self.registration["registered"]:
             self.registration = new.registration
+        if wordings:
+            self.registration = {**self.registration, "earlier": sorted(wordings)}
 
     def encode(self) -> bytes:
         """Return the archive as JSON with its checksum."""

@@ -9,6 +9,7 @@ from typing import Any
 from qkablate.analysis.claims.claim import Claim
 from qkablate.analysis.publication.archive import (
     Archive,
+    figures,
     find_archives,
     is_of_today,
     read_archive,
@@ -21,7 +22,7 @@ from qkablate.disk import read_file, write_atomic
 from qkablate.errors import UserError, print_stderr
 from qkablate.runs.lease import AlreadyRunning
 from qkablate.runs.run import Run
-from qkablate.sweeps.planning.manifest import Manifest
+from qkablate.sweeps.planning.manifest import Manifest, SweepRun
 from qkablate.table import format_list
 
 # Keys that are chosen for a machine, and are part of a run's id.
@@ -82,14 +83,26 @@ def _setting(config: Fields, key: str) -> Any:
 
 
 def count_published(archive: Archive, manifest: Manifest) -> int:
-    """Return how many published runs are of this plan; UserError if none is."""
+    """Return how many published runs count as done.
+
+    UserError unless all are of the plan, and those that have ended here have the same figures:
+    otherwise what is trained with them could not be published.
+    """
     with refuse_malformed(archive.name):
+        total = len(archive.runs)
         count = sum(_is_planned(manifest, id, run) for id, run in archive.runs.items())
-        if not count:
+        if count < total:
             raise UserError(
-                f"--from: none of the {len(archive.runs)} published runs is one of this plan:"
-                f" {_explain(archive, manifest)}"
+                f"--from: {count or 'none'} of the {total} published runs"
+                f" {'are' if count > 1 else 'is'} of this plan: {_explain(archive, manifest)}"
             )
+        for id, (_, target) in _find_targets(archive, manifest).items():
+            own = target.result if _has_ended(target) else None
+            if own is not None and figures({"result": own}) != figures(archive.runs[id]):
+                raise UserError(
+                    f"--from: {target.folder.name} has ended in '{manifest.out}' with other figures"
+                    " than the published ones; use another out=FOLDER"
+                )
     return count
 
 
@@ -135,14 +148,10 @@ def add_runs(archive: Archive, manifest: Manifest) -> None:
     """Write the published runs of a plan into its folder of runs, unless they are done there."""
     with refuse_malformed(archive.name):
         documents = mean_document_losses(archive)
-    for id, run in archive.runs.items():
-        if not _is_planned(manifest, id, run):
-            continue
-        arm = manifest.arms[run["arm"]]
-        planned = arm.run(run["changes"], tuning=run["tuning"])
-        target = Run(manifest.out, planned.label, planned.id)
+    for id, (planned, target) in _find_targets(archive, manifest).items():
         if _has_ended(target):
             continue
+        run, arm = archive.runs[id], manifest.arms[planned.arm]
         try:
             with target.hold_lease(), tempfile.TemporaryDirectory() as temporary:
                 if _has_ended(target):  # meanwhile
@@ -156,6 +165,15 @@ def add_runs(archive: Archive, manifest: Manifest) -> None:
                     write_atomic(target.folder / name, read_file(folder / name))
         except AlreadyRunning:
             continue  # it is trained now
+
+
+def _find_targets(archive: Archive, manifest: Manifest) -> dict[str, tuple[SweepRun, Run]]:
+    """Return the published runs as they are planned, and as they are here, by id."""
+    targets = {}
+    for id, run in archive.runs.items():
+        planned = manifest.arms[run["arm"]].run(run["changes"], tuning=run["tuning"])
+        targets[id] = planned, Run(manifest.out, planned.label, planned.id)
+    return targets
 
 
 def _has_ended(run: Run) -> bool:

@@ -72,6 +72,17 @@ def test_unfinished_claim_says_nothing(world):
     assert "unknown" in content_of(made, keys).message
 
 
+def test_unfinished_seeds_hide_no_reference(world):
+    """The declared seeds have ended; more are being added."""
+    keys = claim(4)
+    made = train(world, keys, 0.0)
+    other = table()
+    train(world, other, 0.5)
+    more = frozen(world, other, 6).finish(lambda run: None)
+    register_claim(other, made.manifest.out).add(6, more.folder)
+    assert content_of(made, keys).state == OK
+
+
 def test_rates_and_seeds_are_no_setting_and_most_pairs_count(world):
     keys = claim(4, GRID | {"optim.lr": "1e-3"})
     made = train(world, keys, 0.0)

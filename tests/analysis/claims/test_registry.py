@@ -320,6 +320,31 @@ def test_edit_counts_where_its_earlier_wording_is_gone(ran, tmp_path):
     assert f"an earlier wording ({first.claim.hash[:12]}), which is not here" in line
 
 
+@pytest.mark.parametrize(
+    ("ended", "count"), [("2026-01-01T09:00:00+0100", 1), ("2026-01-01T11:00:00+0100", 0)]
+)
+def test_results_elsewhere_count_by_their_time(ran, tmp_path, ended, count):
+    """The edit was registered where the runs of the earlier wording were not."""
+    edit = register_claim(claim(margin=0.02), str(tmp_path / "outputs"))
+    assert edit.earlier == frozenset()
+    content = json.loads((edit.folder / "claim.json").read_text())
+    write_json(edit.folder / "claim.json", content | {"registered": "2026-01-01T09:00:00.5+00:00"})
+    first = ran(claim())
+    (path,) = first.sweeps[2].glob("runs/*/result.json")
+    result = json.loads(path.read_text()) | {"ended": ended}
+    write_json(path, result)
+    assert len(list_edits(claim(margin=0.02), tmp_path)) == count
+
+
+def test_wordings_that_others_know_of_are_added(tmp_path):
+    mine = register_claim(claim(), str(tmp_path))
+    content = json.loads((mine.folder / "claim.json").read_text())
+    theirs = content | {"registered": "2026-01-01", "earlier": ["ab"]}
+    assert register_claim(claim(), str(tmp_path), theirs).earlier == {"ab"}
+    assert read_registration(mine.folder) == register_claim(claim(), str(tmp_path))
+    assert read_registration(mine.folder).when == mine.when
+
+
 # Its sweeps.
 
 

@@ -39,6 +39,15 @@ def test_merged_archives_hold_the_runs_of_both():
     assert first.documents == documents([11, 22], 2)
 
 
+@pytest.mark.parametrize("when", ["2025-12-31", "2026-01-02"])
+def test_merged_archive_knows_the_earlier_wordings_of_both(when):
+    """Otherwise an exploratory claim would become a confirmatory one."""
+    first, second = make_archive({"a1": make_run(1.0)}), make_archive({}, when)
+    first.registration["earlier"], second.registration["earlier"] = ["aa"], ["bb"]
+    first.merge(second)
+    assert first.registration["earlier"] == ["aa", "bb"]
+
+
 def documents(losses, runs):
     return {"no_q-d16 {}": {"tokens": "t", "losses": losses, "runs": runs}}
 

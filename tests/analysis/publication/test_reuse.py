@@ -71,6 +71,21 @@ def test_published_claim_is_continued_with_its_own_search(tmp_path):
     assert [run.id for run in followed.runs] == [run["id"] for run in published["runs"]]
 
 
+def test_plan_with_some_of_the_published_runs_is_refused(tmp_path):
+    """The others would be trained anew, and could not be published beside them."""
+    archive = make_archive({"a1": make_run(1.0), "b1": make_run(2.0, seed=2)})
+    archive.looks["3"]["manifest"]["arms"] = {}
+
+    def plan(changes, tuning):
+        return SimpleNamespace(id=f"a{changes['seed']}", label="no_q-d16")
+
+    manifest = SimpleNamespace(arms={"no_q-d16": SimpleNamespace(run=plan)}, out=str(tmp_path))
+    with pytest.raises(UserError, match="1 of the 2 published runs is of this plan: their arms"):
+        count_published(archive, manifest)
+    del archive.runs["b1"]
+    assert count_published(archive, manifest) == 1
+
+
 def test_run_without_an_arm_is_refused():
     archive = make_archive({"a1": make_run(1.0)})
     del archive.runs["a1"]["arm"]
