@@ -29,6 +29,11 @@ def show_folder_as(folder: str, typed: str) -> None:
     _typed_folders[folder] = typed
 
 
+def typed_folder(folder: str) -> str | None:
+    """Return what the user typed for a folder of unpacked archives; None for other folders."""
+    return _typed_folders.get(folder)
+
+
 def show_typed_folders(text: str) -> str:
     """Return the text with the folders as the user typed them, as archives that were unpacked."""
     for folder, typed in _typed_folders.items():

@@ -81,6 +81,7 @@ def load_sweep(name: str | Path | None = None, out: str | Path = "outputs") -> "
 
     >>> study = load_sweep("quick")
     """
+    from qkablate.analysis.claims.judgement import counting_sweep
     from qkablate.analysis.publication.unpack import open_archives, unpacked_claims
     from qkablate.analysis.study.study import read_study
 
@@ -91,7 +92,7 @@ def load_sweep(name: str | Path | None = None, out: str | Path = "outputs") -> "
             raise UserError(
                 f"'{name}' holds {len(claims)} claims; give the archive of one: {names}"
             )
-        return read_study([*claims[0].sweeps.values()][-1])
+        return read_study(counting_sweep(claims[0]))
     return read_study(find_sweep(None if name is None else str(name), str(out)))
 
 

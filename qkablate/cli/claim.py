@@ -473,8 +473,8 @@ def _print(judgement: "Judgement", looks: list["Judgement"], out: str) -> None:
         ):
             print_text(f"other wording or settings: {_summarize(other)}, {claim.hash[:12]}")
     study = looks[0].study
-    if study.resume_commands:
-        print_next_commands(*study.resume_commands, ["status", *study.cli_arguments])
+    if commands := looks[0].resume_commands:
+        print_next_commands(*commands, ["status", *study.cli_arguments])
     else:
         report = ["report", judgement.claim.folder_name, *study.cli_arguments[1:]]
         print_next_commands(["results", *study.cli_arguments], report)

@@ -8,7 +8,7 @@ from collections.abc import Collection
 from pathlib import Path
 
 from qkablate.cli.arguments import claim_name
-from qkablate.errors import UserError, nearest_hint
+from qkablate.errors import UserError, nearest_hint, show_folder_as
 from qkablate.runs.listing import find_run_folders
 from qkablate.runs.run import match_name, no_match
 
@@ -108,21 +108,24 @@ _RUN_FILES += ["lease", "attempts"]
 
 
 def _find_sources(word: str, out: str, kinds: Collection[str]) -> list[tuple[str, Path]]:
-    """Return what a word names: of archives every claim, or the sweep of its last look.
+    """Return what a word names: of archives every claim, or the sweep that counts for it.
 
     Claims come in the order of the study's questions.
     """
     from qkablate.analysis.publication.archive import find_archives
 
     if paths := find_archives(word):
+        from qkablate.analysis.claims.judgement import counting_sweep
         from qkablate.analysis.publication.unpack import unpack_archives, unpacked_claims
         from qkablate.report.study.questions import rank_claim
 
-        claims = unpacked_claims(unpack_archives(paths))
+        unpacked = unpack_archives(paths)
+        show_folder_as(str(unpacked), word)
+        claims = unpacked_claims(unpacked)
         claims.sort(key=lambda registration: rank_claim(registration.claim.name))
         if "claim" in kinds:
             return [("claim", claim.folder) for claim in claims]
-        return [("sweep", [*claim.sweeps.values()][-1]) for claim in claims]
+        return [("sweep", counting_sweep(claim)) for claim in claims]
     return [_find_source(word, out, kinds)]
 
 

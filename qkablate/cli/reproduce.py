@@ -28,6 +28,7 @@ if TYPE_CHECKING:
 FOLDER = "docs/study/results"
 _PLACES = ("data.path", "data.files", "data.name")  # where a file of the claim is on this machine
 CHECKED = 3  # runs of a claim, unless a number is given
+_AGREEMENT = {True: "agrees", False: "DISAGREES", None: "not known"}
 
 HELP = """qkablate reproduce: train published claims again: do the numbers agree?
 
@@ -167,7 +168,7 @@ def _check(registration: "Registration", archive: "Archive", count: int, words: 
         differs = "not trained" if run.difference is None else f"{run.difference:.3g}"
         allowed = "not known" if run.tolerance is None else f"{run.tolerance:.3g}"
         allowed = allowed if run.reasons else "0, bit for bit"
-        rows.append([run.name, differs, allowed, "agrees" if run.agrees else "DISAGREES"])
+        rows.append([run.name, differs, allowed, _AGREEMENT[run.agrees]])
     print_table(["run", "largest difference, nats", "allowed", ""], rows)
     for reason in dict.fromkeys(reason for run in agreements for reason in run.reasons):
         print_text(f"  not bit for bit: {reason}")

@@ -119,11 +119,13 @@ def format_status(section: Section) -> str:
 def make_notes(section: Section) -> list[str]:
     """Return the notes below the table of verdicts."""
     margins = {gap.margin.nats for gap in section.summary.gaps if gap.margin}
-    exploratory = (
-        "This table tests each arm separately for any difference from its baseline. The claim,"
-        " with its margin, is judged above."
-    )
-    notes = [exploratory] if section.judgement is not None else []
+    notes = []
+    if section.judgement is not None:
+        has_ended = section.judgement.has_ended
+        notes.append(
+            "This table tests each arm separately for any difference from its baseline. The claim,"
+            f" with its margin, is judged {'above' if has_ended else 'when all runs have ended'}."
+        )
     notes += [
         f"margin: {nats:g} nats. “not worse”: the gap is below the margin; “equivalent”: within"
         " ± the margin; one-sided tests, adjusted by Holm. qkablate results lists their p values."

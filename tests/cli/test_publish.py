@@ -102,7 +102,13 @@ def test_runs_are_added_as_they_end(qkablate, published, outputs):
     archive.unlink()
     assert qkablate("publish", "mine", "-o", "shared").code == 0
     assert archive.read_bytes() != whole
-    assert qkablate("claim", "show", "mine", "out=shared").code == 1  # INCOMPLETE
+    for command in (["claim", "show", "mine", "out=shared"], ["results", "shared"]):
+        done = qkablate(*command)
+        assert (done.code, "There is no verdict" in done.out or "INCOMPLETE" in done.out) == (1, 1)
+        resumed = proposed_commands(done)[0]
+        assert resumed[:3] == ["qkablate", "claim", "run"]
+        assert resumed[-2:] == ["--from", "shared"]
+        assert not any(word.startswith("out=") for word in resumed)
     for path in moved:
         (published.parent / "kept" / path.name).rename(path)
     done = qkablate("publish", "mine", "-o", "shared")
@@ -127,13 +133,19 @@ def test_publishers_take_turns(qkablate, published, monkeypatch):
 
 def test_other_figures_are_refused_and_nothing_is_written(qkablate, published, outputs):
     before = {path.name: path.read_bytes() for path in published.iterdir()}
+    id = change_loss(outputs).parent.name.rpartition("-")[2]
+    assert_refused(qkablate("publish", "mine", "-o", "shared"), f"run {id} is published with loss")
+    assert {path.name: path.read_bytes() for path in published.iterdir()} == before
+
+
+def change_loss(outputs):
+    """Change the loss of a run of the claim a little, and return the path of its result."""
     id = json.loads(next(outputs.glob("claims/*/n3/manifest.json")).read_text())["runs"][0]["id"]
     path = next(outputs.glob(f"runs/*-{id}/result.json"))
     result = json.loads(path.read_text())
     result["loss"]["test"] += 1e-9
     path.write_text(json.dumps(result))
-    assert_refused(qkablate("publish", "mine", "-o", "shared"), f"run {id} is published with loss")
-    assert {path.name: path.read_bytes() for path in published.iterdir()} == before
+    return path
 
 
 def test_archives_among_the_outputs_hide_no_runs(qkablate, outputs):
@@ -199,10 +211,7 @@ def test_published_runs_are_not_trained_again(
 
 def test_own_runs_with_other_figures_are_refused(qkablate, published, outputs, trained):
     """They could not be published with the runs that would be trained."""
-    path = next(outputs.glob("runs/no_q-d16-h2-s*/result.json"))
-    result = json.loads(path.read_text())
-    result["loss"]["test"] += 1e-9
-    path.write_text(json.dumps(result))
+    path = change_loss(outputs)
     done = qkablate("claim", "run", *words(outputs), "--from", "shared")
     assert_refused(done, f"{path.parent.name} has ended in 'outputs' with other figures than the")
     assert trained == []

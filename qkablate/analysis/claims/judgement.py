@@ -51,6 +51,7 @@ from qkablate.analysis.stats import ALPHA, Interval, Sample
 from qkablate.analysis.study.study import Entry, Study, read_study
 from qkablate.errors import UserError
 from qkablate.sweeps.planning.manifest import Manifest
+from qkablate.sweeps.running.results import resume_command
 from qkablate.sweeps.running.solo_results import SoloRow, read_measurements
 
 MAX_LOAD = 0.5  # cores that other processes may use beside what is measured alone
@@ -100,6 +101,13 @@ class Judgement:
     def has_ended(self) -> bool:
         """True if all runs have ended, so that there is a verdict."""
         return self.word != Verdict.INCOMPLETE
+
+    @property
+    def resume_commands(self) -> list[list[str]]:
+        """The command that trains, or measures, what is missing."""
+        if self.has_ended or self.study.manifest is None:
+            return []
+        return self.study.resume_commands or [resume_command(self.study.manifest)]
 
     @property
     def limits(self) -> dict[str, str]:
@@ -371,6 +379,14 @@ def counting_judgement(looks: list[Judgement]) -> Judgement | None:
     """Return the newest judgement; undeclared additional seeds count only once all are done."""
     counting = (look for look in looks if look.has_ended or look.n in look.claim.seeds)
     return next(counting, looks[0] if looks else None)
+
+
+def counting_sweep(registration: Registration) -> Path:
+    """Return the sweep by which a claim that has runs is judged, as `counting_judgement` does."""
+    looks = [*reversed(registration.sweeps.items())]
+    declared = registration.claim.seeds
+    counting = (sweep for n, sweep in looks if n in declared or read_study(sweep).is_complete)
+    return next(counting, looks[0][1])
 
 
 def judge_looks(claim: Claim, out: str, references: References | None = None) -> list[Judgement]:

@@ -188,10 +188,13 @@ class RunAgreement:
     reasons: tuple[str, ...]  # why they need not be equal bit for bit
 
     @property
-    def agrees(self) -> bool:
+    def agrees(self) -> bool | None:
+        """True if they are equal within the tolerance; None if it is not known."""
         if self.difference is None:
             return False
-        return self.difference <= (self.tolerance or 0.0)
+        if self.tolerance is None:
+            return True if self.difference == 0 else None
+        return self.difference <= self.tolerance
 
 
 def compare_run(

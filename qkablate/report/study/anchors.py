@@ -63,13 +63,11 @@ def format_anchors(claims: list[StudiedClaim], histories: Collection[str]) -> st
     Why one differs stands in the section of its claim among the registrations, if there is one;
     `histories` are the sections.
     """
-    newest = {}  # of the registrations of a claim
-    for studied in sorted(claims, key=lambda studied: studied.registration.when):
-        newest[studied.claim.name] = studied
+    by_name = {studied.claim.name: studied for studied in sorted(claims, key=_rank_registration)}
     rows = []
     for anchor in load_anchors():
         has_section = anchor.section in histories
-        rows.append(_make_row(anchor, newest.get(anchor.claim or ""), has_section=has_section))
+        rows.append(_make_row(anchor, by_name.get(anchor.claim or ""), has_section=has_section))
     table = format_markdown(Table("", _COLUMNS, rows)).partition("\n\n")[2].strip()
     sources = {anchor.source: anchor.link for anchor in load_anchors() if anchor.link}
     links = ", ".join(f"[{escape_markdown(name)}]({link})" for name, link in sources.items())
@@ -99,6 +97,12 @@ def format_anchors(claims: list[StudiedClaim], histories: Collection[str]) -> st
     return "\n\n".join(parts)
 
 
+def _rank_registration(studied: StudiedClaim) -> tuple[bool, bool, str]:
+    """Return a key by which the registration of a claim that answers an anchor comes last."""
+    is_plain = studied.claim.scale == "small" and not studied.claim.words
+    return studied.judgement.has_ended, is_plain, studied.registration.when
+
+
 def _make_row(anchor: Anchor, studied: StudiedClaim | None, *, has_section: bool) -> list[str]:
     reported = f"{anchor.source}: {anchor.setting}: {anchor.reported}"
     cells = [anchor.asks, reported, anchor.found or "–"]
@@ -107,8 +111,7 @@ def _make_row(anchor: Anchor, studied: StudiedClaim | None, *, has_section: bool
     if studied is None:
         return [*cells, "–", "not run"]
     if not studied.judgement.has_ended:
-        study = studied.judgement.study
-        return [*cells, "–", f"{study.ended} of {study.expected} runs"]
+        return [*cells, "–", studied.progress]
     if (judged := find_part(studied, anchor)) is None:
         return [*cells, "–", "not run"]
     if judged.part.sample.interval(0.95) is None:

@@ -67,9 +67,16 @@ class StudiedClaim:
         """The verdict, what it is limited to, and whether it is exploratory."""
         judged = self.judgement
         if not judged.has_ended:
-            return f"{judged.word} ({judged.study.ended} of {judged.study.expected} runs)"
+            return f"{judged.word} ({self.progress})"
         unless = ", barring outliers" if judged.unless else ""
         return f"{judged.headline}{unless}{' (exploratory)' if judged.exploratory else ''}"
+
+    @property
+    def progress(self) -> str:
+        """Text on the runs that have ended, and on what else is missing."""
+        study = self.judgement.study
+        ended = f"{study.ended:,} of {study.expected:,} runs"
+        return ended + ", not measured alone yet" * study.is_complete
 
     @property
     def deciding(self) -> list[PartJudgement]:
@@ -103,8 +110,9 @@ class StudiedClaim:
 
     @property
     def command(self) -> str:
-        """The command that trains and judges the claim."""
-        return " ".join(["qkablate", "claim", "run", *self.claim.arguments])
+        """The command that trains the claim, or what is missing of it, and judges it."""
+        source = [] if self.judgement.has_ended else ["--from", f"docs/study/{RESULTS}"]
+        return " ".join(["qkablate", "claim", "run", *self.claim.arguments, *source])
 
     @property
     def minutes(self) -> float:

@@ -134,10 +134,11 @@ def _format_answer(claims: list[StudiedClaim], open_claims: list[Claim], picture
         ]
     if open_claims:
         count = len(open_claims)
-        lines += [
-            "",
-            f"{count} of {count + len(claims)} claims [have no published runs](#not-run).",
-        ]
+        total = count + len({studied.claim.name for studied in claims})
+        lines += ["", f"{count} of {total} claims [have no published runs](#not-run)."]
+    if begun := [studied for studied in claims if not studied.judgement.has_ended]:
+        links = [f"[{studied.claim.name}](#{studied.anchor})" for studied in begun]
+        lines += ["", f"Not decided yet, with some of their runs: {format_list(links)}."]
     lines += ["", _HOW.strip()]
     return "\n".join(lines)
 

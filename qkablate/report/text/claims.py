@@ -11,11 +11,12 @@ from qkablate.analysis.claims.verdict import SeedsNeeded, is_deciding
 from qkablate.analysis.comparison.audit import MARKS, group_checks
 from qkablate.analysis.comparison.gaps import perplexity_percent
 from qkablate.analysis.stats import Sample
+from qkablate.analysis.study.study import Study
 from qkablate.errors import sanitize
 from qkablate.report.text.numbers import format_value
 from qkablate.report.text.table import Table, format_interval, format_known
 from qkablate.screen import PLAIN, Screen
-from qkablate.table import format_list, format_nats, format_table
+from qkablate.table import format_count, format_list, format_nats, format_table
 
 _KINDS = {
     "noninferior": "is not worse than {} by {}",
@@ -103,9 +104,7 @@ def format_judgement(judgement: Judgement, screen: Screen = PLAIN) -> list[str]:
     text += lines(*(f"  unless {condition}" for condition in judgement.unless))
     text += lines(*(f"  exploratory: {reason}" for reason in judgement.exploratory))
     if not judgement.has_ended:
-        ended, expected = judgement.study.ended, judgement.study.expected
-        needed = "all of them" if ended < expected else "seconds and memory, measured alone"
-        return text + lines(f"  {ended} of {expected} runs have ended; the verdict needs {needed}")
+        return text + lines(f"  {format_missing(judgement.study)}")
     if doubts:
         text += lines(f"  the audit warns: {', '.join(sorted(doubts))}")
     head, rows = make_part_table(judgement)
@@ -115,6 +114,15 @@ def format_judgement(judgement: Judgement, screen: Screen = PLAIN) -> list[str]:
     text += lines(*(line for needs in format_seeds_needed(judgement) for line in ("", needs)))
     assert judgement.study.manifest is not None  # claims are judged by sweeps
     return [*text, *lines("", f"runs  {judgement.study.manifest.folder}")]
+
+
+def format_missing(study: Study) -> str:
+    """Return what the verdict of a claim still needs."""
+    ended, runs = study.ended, format_count(study.expected, "run")
+    if ended < study.expected:
+        verb = "has" if ended == 1 else "have"
+        return f"{ended:,} of {runs} {verb} ended; the verdict needs all of them"
+    return f"all {runs} have ended; the verdict needs seconds and memory, measured alone"
 
 
 def format_conditions(judgement: Judgement) -> str:

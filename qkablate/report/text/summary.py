@@ -15,7 +15,7 @@ from qkablate.analysis.comparison.decision import (
 )
 from qkablate.analysis.comparison.summary import GapSummary
 from qkablate.report.section import Section, format_n
-from qkablate.report.text.claims import format_conditions
+from qkablate.report.text.claims import format_conditions, format_missing
 from qkablate.report.text.forms import summarize_forms
 from qkablate.report.text.numbers import (
     format_gap,
@@ -269,11 +269,7 @@ def _summarize_claim(section: Section) -> list[str]:
     judgement = section.judgement
     assert judgement is not None
     if not judgement.has_ended:
-        ended, expected = judgement.study.ended, judgement.study.expected
-        return [
-            f"There is no verdict yet: {ended:,} of {_count_with_verb(expected)} ended, and all"
-            " are needed."
-        ]
+        return [f"There is no verdict yet: {format_missing(judgement.study)}."]
     diverged = any(judged.part.open_below or judged.part.open_above for judged in judgement.parts)
     cause = "some runs diverged" if diverged else "their intervals hold more than one answer"
     verdict = _VERDICTS.get(judgement.word, f"The runs are inconclusive: {cause}")

@@ -13,7 +13,7 @@ from typing import Any
 
 from qkablate.config.variant import mlp_units
 from qkablate.disk import read_file, replace_file, write_atomic
-from qkablate.errors import sanitize
+from qkablate.errors import sanitize, typed_folder
 from qkablate.runs.records import is_number
 from qkablate.runs.text_references import find_text_references
 from qkablate.sweeps.planning.manifest import Manifest
@@ -261,11 +261,23 @@ def describe_missing_runs(sweep_state: SweepState) -> str:
 def resume_commands(sweep_state: SweepState) -> list[list[str]]:
     """Return the command that continues the sweep where it is now, if anything is left to do."""
     counts = sweep_state.status_counts()
-    command = _with_out(sweep_state.manifest.command[1:], sweep_state.manifest.out)
+    command = resume_command(sweep_state.manifest)
     does_retry = command[:1] == ["project"]  # whose next session tries failed runs again
     if counts["interrupted"] + counts["waiting"] + does_retry * counts["failed"]:
         return [command]
     return [[*command, "--retry", "failed"]] if counts["failed"] else []
+
+
+def resume_command(manifest: Manifest) -> list[str]:
+    """Return the command that continues a sweep; that of published runs trains the missing ones."""
+    command = manifest.command[1:]
+    if (archives := typed_folder(manifest.out)) is None:
+        return _with_out(command, manifest.out)
+    if "--from" in command:
+        place = command.index("--from")
+        command = command[:place] + command[place + 2 :]
+    words = [word for word in command if not word.startswith(("out=", "--from="))]
+    return [*words, "--from", archives]
 
 
 def _with_out(command: list[str], out: str) -> list[str]:

@@ -7,9 +7,14 @@ import math
 import numpy as np
 import pytest
 
-from qkablate.analysis.claims.judgement import judge_claim
+from qkablate.analysis.claims.judgement import (
+    counting_judgement,
+    counting_sweep,
+    judge_claim,
+    judge_looks,
+)
 from qkablate.analysis.claims.parse import load_claim, parse_claim
-from qkablate.analysis.claims.registry import claim_grid
+from qkablate.analysis.claims.registry import claim_grid, register_claim
 from qkablate.analysis.claims.verdict import spend_alpha
 from qkablate.analysis.comparison.decision import Verdict
 from qkablate.errors import UserError
@@ -639,3 +644,22 @@ def test_verdict_says_that_the_baseline_is_behind_the_ngrams(world, gap, word, b
     assert (f"{word} at these rates, before the model beats an n-gram" in text) == is_before
     assert ("does not beat the best n-gram" in text) == is_before
     assert ("beats the best n-gram by" in text) != is_before
+
+
+@pytest.mark.parametrize(
+    ("seeds", "ended", "counting"),
+    [((4,), (4,), 4), ((4, 6), (4,), 6), ((4,), (4, 6), 6), ((4, 6), (4, 6), 6)],
+)
+def test_added_seeds_count_once_all_have_ended(world, seeds, ended, counting):
+    own = dataclasses.replace(claim(4), seeds=seeds)
+    made = [frozen(world, own, n) for n in (4, 6)]
+    registration = register_claim(own, made[0].manifest.out)
+    for n, sweep in zip((4, 6), made, strict=True):
+        loss = losing(own, n, 0.0)
+        sweep.finish(lambda run, n=n, loss=loss: loss(run) if n in ended else None)
+        registration.add(n, sweep.folder)
+    if ended == (4,):  # the runs of four seeds are also those of six
+        assert judged(made[0], own).has_ended
+    assert counting_sweep(registration) == registration.sweeps[counting]
+    looks = judge_looks(own, made[0].manifest.out)
+    assert counting_judgement(looks).n == counting

@@ -2,6 +2,7 @@
 
 import math
 import shlex
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -9,6 +10,7 @@ import pytest
 
 from qkablate.analysis.claims.measures import Unit
 from qkablate.analysis.claims.parse import load_claim
+from qkablate.analysis.comparison.decision import Verdict
 from qkablate.analysis.stats import Sample
 from qkablate.compose.configs import make_config, open_hydra
 from qkablate.compose.words import expand_words, split_words
@@ -56,6 +58,22 @@ def test_outcome_is_that_of_the_95_percent_interval_of_the_cost():
     assert find_outcome(judge(0.2)) == "undecided"  # one pair has no interval
     costs = [math.log(1.04), math.log(1.041), math.log(1.039)]
     assert find_outcome(judge(*costs, margin=0.05, unit=Unit.RATIO)) == "equal"
+
+
+def test_decided_claim_is_shown_though_a_later_one_is_begun(studied):
+    """So is the claim at its own size, and not with the user's settings."""
+    page = format_anchors(studied, set())
+    anchored = {anchor.claim for anchor in load_anchors()}
+    first = next(one for one in studied if one.claim.name in anchored and one.judgement.has_ended)
+    begun = replace(first.judgement, word=Verdict.INCOMPLETE)
+    later = replace(first.registration, when="2999")
+    others = [
+        replace(first, judgement=begun, registration=later),
+        replace(first, registration=replace(later, claim=replace(first.claim, scale="gpu"))),
+        replace(first, registration=replace(later, claim=replace(first.claim, words={"a": "1"}))),
+    ]
+    assert format_anchors([*others, *studied], set()) == page
+    assert format_anchors([one for one in studied if one is not first] + others[:1], set()) != page
 
 
 def test_figures_of_the_study_are_those_of_its_runs(studied):

@@ -290,7 +290,9 @@ def test_equivalence_is_stated(claimed):
 
 def test_verdict_needs_all_runs(claimed):
     (only,) = summarize(claimed(0.0, ended=5))
-    assert only == ("There is no verdict yet: 9 of 12 runs have ended, and all are needed.")
+    assert only == (
+        "There is no verdict yet: 9 of 12 runs have ended; the verdict needs all of them."
+    )
 
 
 def test_exploratory_result_confirms_nothing(claimed):
