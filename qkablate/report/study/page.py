@@ -170,8 +170,9 @@ def _format_claim(studied: StudiedClaim, pictures: set[str], histories: set[str]
     for end, text in (("parts", "Estimates"), ("losses", "Loss"), ("gap-curves", "Gap")):
         if (name := f"{studied.slug}-{end}") in pictures:
             lines += [_format_picture(name, f"{text} of {claim.title}"), ""]
-    lines += ["#### The audit", ""]
-    lines += [f"- {escape_markdown(line.strip())}" for line in format_audit(judgement.parts)]
+    if judgement.has_ended:
+        lines += ["#### The audit", ""]
+        lines += [f"- {escape_markdown(line.strip())}" for line in format_audit(judgement.parts)]
     lines += ["", "#### What this does not say", "", _format_limits(section), ""]
     lines += ["#### Run it", "", "```bash", studied.command, "```", ""]
     lines += [_format_training(studied), ""]

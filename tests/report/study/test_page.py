@@ -203,6 +203,11 @@ def test_missing_runs_and_other_statistics_are_visible(study, qkablate, outputs)
     page = (study / PAGE).read_text(encoding="utf-8")
     assert "**No claim has been run to its verdict yet.**" in page
     assert re.search(r"\*\*INCOMPLETE \(\d of 9 runs\)\*\*", page)
+    assert re.search(
+        r"Not decided yet, with some of their runs: \[mine\]\(#mine-small-\w+\)\.", page
+    )
+    assert re.search(r"```bash\nqkablate claim run .*--from docs/study/results\n```", page)
+    assert "#### The audit" not in page
     assert (study / SNIPPET).read_text() == ""
 
 
