@@ -94,3 +94,12 @@ def test_claim_refuted_by_one_part_for_certain_has_no_condition():
     first, second = verdict.conditions  # of the parts by themselves
     assert first == []
     assert second == ["one run in 13 of base is an outlier by 0.12 nats"]
+
+
+def test_each_of_several_parts_is_judged_at_its_share_of_alpha():
+    """Refuted alone, whatever fails; beside others its interval is wider, and failures count."""
+    one = part("noninferior", 0.047, 16, spread=0.021)
+    others = [part("noninferior", -0.5, 16)] * 3
+    assert judge_parts([one]).unless == []
+    beside = judge_parts([one, *others])
+    assert (beside.word, len(beside.unless)) == (Verdict.REFUTED, 1)

@@ -54,6 +54,7 @@ from qkablate.sweeps.planning.manifest import Manifest
 from qkablate.sweeps.running.results import resume_command
 from qkablate.sweeps.running.solo_results import SoloRow, read_measurements
 
+_NO_WEIGHT = 1e-9  # of the length in the middle of three
 MAX_LOAD = 0.5  # cores that other processes may use beside what is measured alone
 
 
@@ -336,23 +337,32 @@ def _make_part(comparison: Comparison, gaps: list[Gap], solo: Mapping[str, list[
 
 def _over_lengths(part: Part, horizon: str, gaps: list[Gap]) -> Part:
     """Return the part, tested on the growth or the asymptote of the gap over several lengths."""
+    gaps = sorted(gaps, key=lambda gap: gap.arm.tokens)
     # A diverged run tilts the line up or down, depending on its place in it.
     diverged = any(gap.arm_diverged or gap.baseline_diverged for gap in gaps)
     tokens = [gap.arm.tokens for gap in gaps]
-    # A failure tilts the line most at the longest training.
     if horizon == "growth":
-        sample, weight = fit_growth(tokens, gaps), float(max(slope_weights(tokens)))
+        sample, weights = fit_growth(tokens, gaps), slope_weights(tokens).tolist()
     else:
         fit = fit_asymptote(gaps)
-        sample, weight = (Sample(()), 1.0) if fit is None else (fit.sample, max(fit.weights))
-    risks = [dataclasses.replace(r, weight=weight) for r in measure_risks(*gaps[-1].sides)]
+        sample = Sample(()) if fit is None else fit.sample
+        weights = [0.0] * len(gaps) if fit is None else [*fit.weights]
+    raising, lowering = [], []
+    for gap, weight in zip(gaps, weights, strict=True):
+        # Of a gap that is subtracted, the arm's failures lower the estimate.
+        arm, baseline = (
+            dataclasses.replace(risk, weight=abs(weight)) for risk in measure_risks(*gap.sides)
+        )
+        if abs(weight) > _NO_WEIGHT:
+            raising.append(arm if weight > 0 else baseline)
+            lowering.append(baseline if weight > 0 else arm)
     return dataclasses.replace(
         part,
         sample=sample,
         open_above=diverged,
         open_below=diverged,
-        raising=(risks[0],),
-        lowering=(risks[1],),
+        raising=tuple(raising),
+        lowering=tuple(lowering),
     )
 
 

@@ -11,7 +11,7 @@ EQUIVALENT    the interval of every part that says better or worse lies within Â
               over the parts, and the others are supported: there is no such difference
 INSENSITIVE   the runs would say SUPPORTED or EQUIVALENT, or refute a difference, but the baseline
               does not beat the floor by several margins: no difference could have shown
-MIXED         this holds for some parts, and not for the others
+MIXED         some parts are EQUIVALENT, and others that could be are SUPPORTED
 UNDERPOWERED  none of these: too few seeds for this margin
 
 A verdict that failures of training could overturn holds "unless one run in k is an outlier": see
@@ -99,6 +99,13 @@ class Part:
         return max(self.p_below(self.margin), self.p_above(-self.margin))
 
     @property
+    def p_opposite(self) -> float:
+        """P-value against a gap of the other sign than the part claims; 1 if it claims none."""
+        if self.kind == "better":
+            return self.p_above(0.0)
+        return self.p_below(0.0) if self.kind == "worse" and self.sample.is_signed else 1.0
+
+    @property
     def p_refuted(self) -> float:
         """P-value against the part's being true."""
         if self.kind == "equivalent":
@@ -115,7 +122,8 @@ class Part:
         """
         is_supported, is_refuted = verdict == Verdict.SUPPORTED, verdict == Verdict.REFUTED
         is_two_sided = is_refuted and self.kind == "equivalent"
-        interval = self.sample.interval(1 - alpha if is_two_sided else 1 - 2 * alpha)
+        share = alpha if is_supported else alpha / parts
+        interval = self.sample.interval(1 - share if is_two_sided else 1 - 2 * share)
         if interval is None:
             return []
         low, high = interval
@@ -128,7 +136,6 @@ class Part:
         elif is_supported or is_refuted:
             is_below = is_supported != (self.kind == "worse")
             rooms = [self._bound - high, None] if is_below else [None, low - self._bound]
-        share = alpha if is_supported else alpha / parts
         conditions = []
         for risks, room in zip((self.raising, self.lowering), rooms, strict=True):
             shift = sum(risk.unseen_shift(share / len(risks)) for risk in risks)
@@ -211,11 +218,13 @@ class Part:
         if self.kind == "equivalent":
             supports, refutes = above and below, below if mean > 0 else above
         yield 0.0
+        if not self.is_sensitive:  # more seeds do not make it so
+            supports, refutes = False, refutes and self.kind in ("noninferior", "equivalent")
         if supports:
             yield self.power(n, mean, sd, alpha)
         if refutes:
             yield self.power_to_refute(n, mean, sd, alpha / parts)
-        if above and below and self.can_be_equivalent:
+        if above and below and self.can_be_equivalent and self.is_sensitive:
             yield self.sample.power_within(n, mean, sd, self.margin, alpha / parts)
 
 
@@ -233,14 +242,19 @@ def judge_parts(parts: Sequence[Part], alpha: float = ALPHA) -> ClaimVerdict:
     """Judge one claim: each kind of error occurs in at most `alpha` of the studies."""
     refuted = holm([part.p_refuted for part in parts])
     equivalent = holm([part.p_equivalent if part.can_be_equivalent else 1.0 for part in parts])
+    opposite = holm([part.p_opposite for part in parts])
     verdicts = []
-    for part, p_refuted, p_equivalent in zip(parts, refuted, equivalent, strict=True):
+    for part, p_refuted, p_equivalent, p_opposite in zip(
+        parts, refuted, equivalent, opposite, strict=True
+    ):
         if part.p_supported < alpha or p_equivalent < alpha:
             shown = Verdict.SUPPORTED if part.p_supported < alpha else Verdict.EQUIVALENT
             verdicts.append(shown if part.is_sensitive else Verdict.INSENSITIVE)
         else:
-            # To refute a difference is to find none, which takes an experiment that could show one.
+            # To refute a difference is to find none, which takes an experiment that could show one,
+            # or the opposite difference.
             is_blind = part.kind in ("better", "worse") and not part.is_sensitive
+            is_blind = is_blind and p_opposite >= alpha
             refuted_word = Verdict.INSENSITIVE if is_blind else Verdict.REFUTED
             verdicts.append(refuted_word if p_refuted < alpha else Verdict.UNDERPOWERED)
     word = merge_verdicts(verdicts, parts)
@@ -267,12 +281,12 @@ def merge_verdicts(verdicts: list[Verdict], parts: Sequence[Part]) -> Verdict:
     for word in (Verdict.REFUTED, Verdict.INSENSITIVE):  # one such part is enough
         if word in verdicts:
             return word
+    if Verdict.UNDERPOWERED in verdicts:  # more seeds could still decide it
+        return Verdict.UNDERPOWERED
     if Verdict.EQUIVALENT in verdicts:
         directed = [part.can_be_equivalent for part in parts]
         expected = [Verdict.EQUIVALENT if d else Verdict.SUPPORTED for d in directed]
         return Verdict.EQUIVALENT if verdicts == expected else Verdict.MIXED
-    if Verdict.UNDERPOWERED in verdicts:
-        return Verdict.UNDERPOWERED
     return verdicts[0]
 
 

@@ -74,7 +74,10 @@ def decide(gap: Gap, p_holm: float | None, margin: MarginTest | None = None) -> 
 
     # A gap that is surely smaller than what matters is no "worse", even if it is surely not zero.
     if margin is not None and is_found(margin.p_equivalent):
-        return Decision.EQUIVALENT if is_sensitive(lead, margin.nats) else Decision.INSENSITIVE
+        if is_sensitive(lead, margin.nats):
+            return Decision.EQUIVALENT
+        if not is_found(p_holm):
+            return Decision.INSENSITIVE
     if is_found(p_holm):
         return Decision.WORSE if sample.mean > 0 else Decision.BETTER
     if margin is not None and is_found(margin.p_noninferior):

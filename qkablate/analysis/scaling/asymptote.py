@@ -8,13 +8,13 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
-from scipy import optimize
 
 from qkablate.analysis.comparison.gaps import Gap
+from qkablate.analysis.scaling.power_curve import MOST_EXPONENT, find_exponent, make_design
 from qkablate.analysis.scaling.series import MIN_POINTS, common_seeds
 from qkablate.analysis.stats import MIN_PAIRS, Sample
 
-LEAST_EXPONENT, MOST_EXPONENT = 0.1, 3.0  # below, a curve has not begun to level off
+LEAST_EXPONENT = 0.1  # below, a curve has not begun to level off
 
 
 @dataclass(frozen=True)
@@ -68,7 +68,7 @@ def fit_curves(
         exponent = _find_exponent(log_d, means)
         if exponent is None:
             return None
-        inverse = np.linalg.pinv(_design(log_d, exponent))
+        inverse = np.linalg.pinv(make_design(log_d, exponent))
         limit, slope = inverse @ (means[0] - means[1])
         return exponent, float(limit), float(slope), inverse[0]
 
@@ -82,24 +82,9 @@ def fit_curves(
     return Asymptote(Sample(values), exponent, limit, slope, reference, tuple(map(float, weights)))
 
 
-def _design(log_d: np.ndarray, exponent: float) -> np.ndarray:
-    return np.stack([np.ones_like(log_d), np.exp(-exponent * log_d)], axis=1)
-
-
 def _find_exponent(log_d: np.ndarray, means: np.ndarray) -> float | None:
     """Return the β of both curves; None if they do not level off, or do not fall."""
-
-    def residual(log_exponent: float) -> float:
-        design = _design(log_d, float(np.exp(log_exponent)))
-        rest = means.T - design @ (np.linalg.pinv(design) @ means.T)
-        return float(np.square(rest).sum())
-
-    low, high = np.log(LEAST_EXPONENT / 2), np.log(MOST_EXPONENT)
-    grid = np.linspace(low, high, 30)
-    best = int(np.argmin([residual(x) for x in grid]))
-    ends = grid[max(0, best - 1)], grid[min(len(grid) - 1, best + 1)]
-    found = optimize.minimize_scalar(residual, bounds=ends, method="bounded")
-    exponent = float(np.exp(found.x))
+    exponent = find_exponent(log_d, means)
     falls = means[:, 0] > means[:, -1]
     within = LEAST_EXPONENT < exponent < 0.98 * MOST_EXPONENT
     return exponent if within and falls.all() else None

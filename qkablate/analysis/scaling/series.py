@@ -3,13 +3,13 @@
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import pairwise
 
 import numpy as np
 
 from qkablate.analysis.comparison.audit import is_annealed
 from qkablate.analysis.comparison.curves import fit_slopes
 from qkablate.analysis.comparison.gaps import Family, Gap
+from qkablate.analysis.scaling.power_curve import find_exponent, make_design
 from qkablate.analysis.stats import Estimate, Interval, Sample, describe_sample
 from qkablate.analysis.study.study import Entry, Seeds
 
@@ -143,7 +143,8 @@ def _name(gap: Gap, keys: tuple[str, ...]) -> str:
 
 def measure_growth(series: Series) -> Sample:
     """Return each seed's change of the gap per doubling of tokens, over three lengths or more."""
-    if series.along != "tokens" or len(series.gaps) < MIN_POINTS:
+    diverged = any(gap.arm_diverged or gap.baseline_diverged for gap in series.gaps)
+    if series.along != "tokens" or len(series.gaps) < MIN_POINTS or diverged:
         return Sample(())
     return fit_growth([int(x) for x in series.x], series.gaps)
 
@@ -163,28 +164,47 @@ def common_seeds(gaps: Sequence[Gap]) -> list[Seeds]:
 
 
 def equivalent_log_factor(series: Series) -> Sample:
-    """Return, by seed, the log of how many times its tokens (parameters) the baseline needs."""
-    if len(series.gaps) < MIN_POINTS:
+    """Return the log of how many times its tokens (parameters) the baseline needs.
+
+    It is read from the baseline's mean losses, fitted by L∞ + B·x^−β: from its loss at the longest
+    (largest) point to the arm's. The values are the jackknife's pseudo-values, one per seed.
+    """
+    gaps, seeds = series.gaps, common_seeds(series.gaps)
+    diverged = any(gap.arm_diverged or gap.baseline_diverged for gap in gaps)
+    if len(gaps) < MIN_POINTS or not seeds or diverged:
         return Sample(())
-    x = [math.log(value) for value in series.x]
-    factors = []
-    for key in common_seeds(series.gaps):
-        curve = [gap.baseline.losses[key] for gap in series.gaps]
-        at = _interpolate(x, curve, series.gaps[-1].arm.losses[key])
-        if at is None:
-            return Sample(())
-        factors.append(at - x[-1])  # from the arm's longest (largest) point
-    return Sample(tuple(factors))
+    log_x = np.log(series.x)
+    baseline_ST = np.array([[gap.baseline.losses[key] for gap in gaps] for key in seeds])
+    arm_S = np.array([gaps[-1].arm.losses[key] for key in seeds])
+
+    def measure(keep_S: np.ndarray) -> tuple[float, float] | None:
+        return _read_curve(log_x, baseline_ST[keep_S].mean(axis=0), float(arm_S[keep_S].mean()))
+
+    n = len(seeds)
+    whole = measure(np.ones(n, dtype=bool))
+    parts = [measure(np.arange(n) != out) for out in range(n)] if n > 1 else [whole]
+    if whole is None or any(part is None for part in parts):
+        return Sample(())
+    factor, slope = whole
+    values = tuple(n * factor - (n - 1) * part[0] for part in parts if part is not None)
+    return Sample(values, gaps[-1].sample.extra_variance / slope**2)
 
 
-def _interpolate(x: list[float], losses: list[float], loss: float) -> float | None:
-    """Return where a falling curve has this loss, extrapolating by one interval at most."""
-    rises = any(after >= before for before, after in pairwise(losses))
-    if rises or loss > losses[0]:  # more tokens or parameters do not help the baseline itself
+def _read_curve(log_x: np.ndarray, losses_T: np.ndarray, loss: float) -> tuple[float, float] | None:
+    """Return how far from its end a falling curve has a loss, and its slope there, by ln x.
+
+    It is extrapolated by one interval at most.
+    """
+    if (np.diff(losses_T) >= 0).any() or loss > losses_T[0]:  # more does not help the baseline
         return None
-    i = next((i for i in range(len(x) - 2) if loss >= losses[i + 1]), len(x) - 2)
-    part = (losses[i] - loss) / (losses[i] - losses[i + 1])
-    return x[i] + part * (x[i + 1] - x[i]) if part <= 2 else None
+    log_x = log_x - log_x.mean()
+    exponent = find_exponent(log_x, losses_T[None])
+    limit, _ = np.linalg.pinv(make_design(log_x, exponent)) @ losses_T
+    if min(loss, losses_T[-1]) <= limit:
+        return None
+    factor = math.log((losses_T[-1] - limit) / (loss - limit)) / exponent
+    is_near = factor <= (log_x[-1] - log_x[-2]) * 1.01
+    return (factor, exponent * (loss - float(limit))) if is_near else None
 
 
 @dataclass(frozen=True, kw_only=True)

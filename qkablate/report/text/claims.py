@@ -7,10 +7,9 @@ from qkablate.analysis.claims.claim import OVER_LENGTHS, TEXT, Claim, PartSpec, 
 from qkablate.analysis.claims.judgement import Judgement, PartJudgement
 from qkablate.analysis.claims.measures import Unit
 from qkablate.analysis.claims.samples import Exact
-from qkablate.analysis.claims.verdict import SeedsNeeded, is_deciding
+from qkablate.analysis.claims.verdict import Part, SeedsNeeded, is_deciding
 from qkablate.analysis.comparison.audit import MARKS, group_checks
 from qkablate.analysis.comparison.gaps import perplexity_percent
-from qkablate.analysis.stats import Sample
 from qkablate.analysis.study.study import Study
 from qkablate.errors import sanitize
 from qkablate.report.text.numbers import format_value
@@ -217,16 +216,22 @@ def format_seeds_needed(judgement: Judgement) -> list[str]:
     """Return how many more seeds would decide each open part."""
     parts = {judged.part.name: judged.part for judged in judgement.parts}
     return [
-        f"{name}: more seeds needed: {_format_more_seeds(needed, parts[name].sample)}"
+        f"{name}: more seeds needed: {_format_more_seeds(needed, parts[name])}"
         for name, needed in judgement.seeds_needed().items()
     ]
 
 
-def _format_more_seeds(needed: SeedsNeeded | None, sample: Sample) -> str:
+def _format_more_seeds(needed: SeedsNeeded | None, part: Part) -> str:
+    sample = part.sample
     if needed is None and math.inf in map(abs, sample.values):
         return "unknown, as some runs do not reach the loss"
     if needed is None:
         return "unknown, no spread was measured"
+    if needed.low is None and not part.is_sensitive:
+        return (
+            "not reachable: the baseline does not beat `uniform` by enough for such a margin; raise"
+            " train.steps"
+        )
     if needed.low is None and sample.extra_variance:
         error = format_known(math.sqrt(sample.extra_variance))
         return (

@@ -391,6 +391,21 @@ def test_growth_between_two_lengths_is_their_difference_per_doubling(world):
     assert sorted(one.part.sample.values) == pytest.approx(sorted(slopes))
 
 
+def test_failures_at_the_shortest_training_tilt_the_growth_too(world):
+    """There the arm's lower the slope, and the baseline's raise it."""
+    own = claim(5, LENGTHS, grows={"horizon": "growth", "margin": 0.2})
+    made = at_lengths(own, 5, lambda x, number: 0.05 * x)(frozen(world, own))
+    (one,) = judged(made, own).parts
+    arms = [[risk.arm for risk in risks] for risks in (one.part.raising, one.part.lowering)]
+    short, long = "steps=12", "steps=48"
+    assert [[(name.split("-")[0], name.split("-")[-1]) for name in names] for names in arms] == [
+        [("standard", short), ("no_q", long)],
+        [("no_q", short), ("standard", long)],
+    ]
+    weights = {risk.weight for risk in (*one.part.raising, *one.part.lowering)}
+    assert weights == {0.5}  # of lengths two doublings apart
+
+
 def test_asymptote_is_the_gap_after_infinitely_many_tokens(world):
     own = claim(5, LENGTHS, ends={"horizon": "asymptote", "kind": "worse", "margin": 0.02})
     made, limits = frozen(world, own), gaps(5, 0.04, 0.002)

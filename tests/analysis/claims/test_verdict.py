@@ -248,17 +248,17 @@ def test_second_part_is_refuted_by_holms_second_step():
         ("S E", "M"),
         ("E E", "E"),
         ("S U", "U"),
-        ("E U", "M"),
+        ("E U", "U"),
         ("U U", "U"),
         ("S R", "R"),
         ("E R", "R"),
         ("U R", "R"),
         ("S E U R", "R"),
-        ("S E U", "M"),
+        ("S E U", "U"),
     ],
 )
 def test_verdict_of_the_claim(words, whole):
-    """Refuted by one part; else mixed if only some show no difference; else open while one is."""
+    """Refuted by one part; else open while one is; else mixed if only some show no difference."""
     of = {
         "S": part("better", around(-3, 0.2)),
         "E": part("better", around(0, 0.2)),
@@ -349,6 +349,30 @@ def test_diverged_run_only_takes_certainty_away(one, alpha):
     )
 
 
+@pytest.mark.parametrize(
+    ("kind", "mean", "expected"),
+    [
+        ("better", 2.0, Verdict.REFUTED),  # worse, as any experiment may show
+        ("better", 0.0, Verdict.INSENSITIVE),
+        ("better", -0.3, Verdict.INSENSITIVE),  # a difference that is too small is not the opposite
+        ("worse", -2.0, Verdict.REFUTED),
+        ("worse", 0.3, Verdict.INSENSITIVE),
+        ("noninferior", 2.0, Verdict.REFUTED),
+        ("noninferior", 0.0, Verdict.INSENSITIVE),
+    ],
+)
+def test_only_what_was_not_shown_is_insensitive(kind, mean, expected):
+    assert word(kind, around(mean, 0.2), is_sensitive=False) == expected
+
+
+def test_opposite_difference_is_judged_by_holm():
+    """Each alone would be shown at 5 %, and not beside another."""
+    barely = around(0.21, 0.2)
+    assert word("better", barely, margin=0.1, is_sensitive=False) == Verdict.REFUTED
+    two = [part("better", barely, 0.1, is_sensitive=False), part("better", around(-9, 0.2))]
+    assert judge_parts(two).parts == [Verdict.INSENSITIVE, Verdict.SUPPORTED]
+
+
 # Seeds needed
 
 
@@ -384,6 +408,13 @@ def test_seeds_needed_have_no_upper_end_where_the_gap_may_lie_on_the_margin(kind
     assert low >= 2
     assert high is None
     assert part(kind, Sample((0.0,) * 6)).seeds_needed() is None  # there is no spread to go by
+
+
+def test_no_number_of_seeds_makes_an_experiment_sensitive():
+    sample = around(0.5, 0.3)
+    assert Part("a", "noninferior", 1.0, sample, is_sensitive=False).seeds_needed().low is None
+    above = around(1.5, 0.9)  # which refutes it, sensitive or not
+    assert Part("a", "noninferior", 1.0, above, is_sensitive=False).seeds_needed().low is not None
 
 
 def test_no_number_of_seeds_bounds_a_side_on_which_runs_diverged():

@@ -312,6 +312,18 @@ def test_difference_that_showed_needs_no_floor(cached_world):
     assert only_gap(cached_world(*WORDS), losses(0.1, 0.0), margin=0.01).decision == "worse"
 
 
+def test_small_difference_that_showed_is_no_blindness(cached_world):
+    """Within the margin, and found without a floor: with one it would be equivalent."""
+    world = cached_world(*WORDS)
+
+    def loss(run):
+        spread = run.arm.startswith("no_q") * 1e-4 * (-1) ** run.changes["seed"]
+        return losses(0.004, 0.0)(run) + spread
+
+    assert only_gap(world, loss).decision == "worse"
+    assert only_gap(world, loss, margin=0.01).decision == "worse"
+
+
 def test_baseline_below_the_floor_finds_no_difference_either(cached_world):
     gap = only_gap(cached_world(*WORDS), losses(lead=-0.1))
     assert gap.decision == "insensitive"
