@@ -204,6 +204,8 @@ def take_out(words: Iterable[str], *, unpack: bool = True) -> tuple[list[str], s
     """
     folders = [word.removeprefix("out=") for word in words if word.startswith("out=")]
     out = folders[-1] if folders else "outputs"
+    if not out:
+        raise UserError("out: a value is missing; write out=FOLDER")
     if os.path.expanduser(out).startswith("~"):
         raise UserError(f"out: '{out}' names a user without a home directory")
     try:

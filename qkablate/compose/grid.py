@@ -84,6 +84,9 @@ def read_request(words: list[str], grid: GridConfig | None = None) -> SweepReque
     controls = dict(_read_control(name, control_words) for name in names)
     if control_words and set(names) == {"none"}:
         raise UserError(f"'{control_words[0]}' has no meaning with control=none")
+    is_given = any(word.startswith("sweep.tuning_seeds=") for word in settings_words)
+    if is_given and not settings.sweep.tune:
+        raise UserError("sweep.tuning_seeds: has no meaning without sweep.tune=true")
     if not choices.keys() & {*settings.sweep.axes, *typed}:
         raise EmptyGrid(
             "the grid is empty: give sweep=quick, or axes such as"

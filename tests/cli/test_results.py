@@ -337,6 +337,12 @@ def test_invalid_times_are_reported(qkablate, sweep, tmp_path, text):
     assert_refused(done, f"--times: '{path}' is not the output of `qkablate cost --measure --json`")
 
 
+def test_missing_files_and_folders_are_said_to_be(qkablate, sweep):
+    done = qkablate("results", "--times", "none.json")
+    assert_refused(done, "--times: 'none.json' cannot be read: No such file or directory")
+    assert_refused(qkablate("results", "out="), "out: a value is missing; write out=FOLDER")
+
+
 def test_times_of_other_arms_are_reported(qkablate, sweep, times):
     rows = [row | {"d_model": 32} for row in json.loads(times.read_text())]
     times.write_text(json.dumps(rows))

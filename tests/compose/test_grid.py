@@ -342,6 +342,10 @@ MISTAKES = [
     (["control=params", "control.knb=mlp"], "control.knb: there is no such key (nearest: control."),
     (["control=params", "control.tolerance=2"], "control.tolerance: 2"),
     (["control.tolerance=0.1"], "'control.tolerance=0.1' has no meaning with control=none"),
+    (
+        ["seed=0,1", "sweep.tuning_seeds=[7]"],
+        "sweep.tuning_seeds: has no meaning without sweep.tune=true",
+    ),
     (["seed=0,1", "diagnostics.every=0,5"], "a sweep has one value of diagnostics.every"),
     (["seed=0,1", "train.vmap=1,8"], "a sweep has one value of train.vmap"),
     (

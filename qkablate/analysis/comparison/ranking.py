@@ -209,14 +209,19 @@ def _place_on_front(
 def read_times(path: str, study: Study) -> dict[str, float]:
     """Read milliseconds per step by arm from the output of `qkablate cost --measure --json`."""
     try:
-        rows = json.loads(Path(path).expanduser().read_text(encoding="utf-8"))
+        text = Path(path).expanduser().read_bytes()
+    except (OSError, RuntimeError, ValueError) as error:
+        reason = error.strerror if isinstance(error, OSError) else str(error)
+        raise UserError(f"--times: '{path}' cannot be read: {reason}") from None
+    try:
+        rows = json.loads(text)
         if not isinstance(rows, list):
             raise ValueError
         times = [(dict(row), row["step_ms"]) for row in rows]
         sized = all({"variant", "d_model", "heads", "layers", "context"} <= {*r} for r, _ in times)
         if not sized or not all(is_number(ms) and ms > 0 for _, ms in times):
             raise ValueError
-    except (OSError, RuntimeError, ValueError, KeyError, TypeError):
+    except (RecursionError, ValueError, KeyError, TypeError):
         command = "`qkablate cost --measure --json`"
         raise UserError(f"--times: '{path}' is not the output of {command}") from None
     by_arm = {}

@@ -11,7 +11,16 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from qkablate.config import KEYS, Config, ControlConfig, GridConfig, flatten, variants
+from qkablate.config import (
+    KEYS,
+    Config,
+    ControlConfig,
+    GridConfig,
+    config_names,
+    flatten,
+    no_such_key,
+    variants,
+)
 from qkablate.config.sweep import as_quoted, fixes_length, list_also
 from qkablate.config.variant import SIZES
 from qkablate.errors import ImpossibleConfig, UserError, not_one_of
@@ -277,7 +286,11 @@ class _Expansion:
             return None
         values: dict[str, Any] = {"variant": setting} if isinstance(setting, str) else setting
         if isinstance(setting, str) and not setting.endswith(".py") and setting not in variants():
-            raise UserError(f"sweep.baseline: {not_one_of(setting, variants())}")
+            names = not_one_of(setting, variants(), "qkablate variants")
+            raise UserError(f"sweep.baseline: {names}")
+        for key in (str(key).lstrip("+") for key in values):
+            if key not in KEYS and not config_names(key):
+                raise UserError(f"sweep.baseline: {no_such_key(key)}")
         _refuse_run_keys("baseline", map(str, values), ", and the two runs of a pair share it")
         if "variant" in values:
             rotated = self._rotated_dims(overrides, values)

@@ -184,6 +184,11 @@ MISSPELT = [  # more, without models, in tests/compose/test_grid.py
     (["sweep.baseline={model.heads: two}"], r"model\.heads: 'two' is not a whole number"),
     (["sweep.baseline={data.path: 'a(b'}"], r"data\.path"),
     (["sweep.baseline=no_qq"], r"sweep\.baseline: 'no_qq' \(nearest: no_q\) is not one of"),
+    (["sweep.baseline=no_qq"], r"\(`qkablate variants` lists all \d+\)"),
+    (
+        ["sweep.baseline={model.d_modl: 16}"],
+        r"sweep\.baseline: model\.d_modl: there is no such key \(nearest: model\.d_model\)",
+    ),
     (["sweep.filter=['model.haeds > 1']"], r"sweep\.filter: .*\(nearest: model.heads\)"),
     (["sweep.filter=['model.heads > 1','no']"], r"sweep\.filter: 'no': there is no key 'no'"),
     (["sweep.baseline=null", "control=params"], "control=params needs a baseline"),
