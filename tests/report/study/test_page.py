@@ -106,6 +106,9 @@ def test_figures_of_the_readme_are_those_of_the_claims(studied):
         "after half as many tokens, and": ("rope", 4000),
         "(keys of length one, no token attends to itself) it is": ("reformer", "not_worse"),
         "removing W_o costs": ("encoder_translation", "w_o"),
+        "no W_v has": ("without_skip", "no_v"),
+        "no W_o has": ("without_skip", "no_o"),
+        "and neither has": ("without_skip", "no_vo"),
         "narrowed to equal parameters": ("wide_qk", "at_equal_parameters"),
         "the table costs": ("content_with_rope", "content"),
     }.items():
