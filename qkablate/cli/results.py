@@ -189,8 +189,7 @@ def _show(
             margin = [] if args.margin is None else ["--margin", f"{args.margin:g}"]
             times_file = ["--times", args.times] if args.times else []
             command = ["results", *named, *margin, *times_file]
-            more = judgement.resume_commands if judgement is not None else study.resume_commands
-            more = [*more]
+            more = [*(study if judgement is None else judgement).resume_commands]
             if is_named and study.is_complete and (sweep := propose_next_sweep(study, summary)):
                 more.append([*sweep, *study.cli_arguments[1:], "--dry-run"])
             if args.margin is None and (nats := _propose_margin(summary.gaps)):

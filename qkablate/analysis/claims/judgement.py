@@ -46,7 +46,7 @@ from qkablate.analysis.comparison.gaps import (
 from qkablate.analysis.comparison.lr_curves import LrCurve, find_lr_curves
 from qkablate.analysis.outliers import measure_risks
 from qkablate.analysis.scaling.asymptote import fit_asymptote
-from qkablate.analysis.scaling.series import fit_growth
+from qkablate.analysis.scaling.series import fit_growth, has_diverged
 from qkablate.analysis.stats import ALPHA, Interval, Sample
 from qkablate.analysis.study.study import Entry, Study, read_study
 from qkablate.errors import UserError
@@ -339,7 +339,7 @@ def _over_lengths(part: Part, horizon: str, gaps: list[Gap]) -> Part:
     """Return the part, tested on the growth or the asymptote of the gap over several lengths."""
     gaps = sorted(gaps, key=lambda gap: gap.arm.tokens)
     # A diverged run tilts the line up or down, depending on its place in it.
-    diverged = any(gap.arm_diverged or gap.baseline_diverged for gap in gaps)
+    diverged = has_diverged(gaps)
     tokens = [gap.arm.tokens for gap in gaps]
     if horizon == "growth":
         sample, weights = fit_growth(tokens, gaps), slope_weights(tokens).tolist()

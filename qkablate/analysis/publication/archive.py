@@ -104,7 +104,7 @@ class Archive:
                 pairs = zip(earlier["losses"], sums["losses"], strict=True)
                 earlier["losses"] = [a + b for a, b in pairs]
                 earlier["runs"] += sums["runs"]
-        # Whoever registered it without knowing of an earlier wording's results, another knew.
+        # One of the two may know of results of an earlier wording that the other does not.
         wordings = {h for one in (self, new) for h in one.registration.get("earlier") or ()}
         if new.registration["registered"] < self.registration["registered"]:
             self.registration = new.registration

@@ -11,7 +11,7 @@ import numpy as np
 
 from qkablate.analysis.comparison.gaps import Gap
 from qkablate.analysis.scaling.power_curve import MOST_EXPONENT, find_exponent, make_design
-from qkablate.analysis.scaling.series import MIN_POINTS, common_seeds
+from qkablate.analysis.scaling.series import MIN_POINTS, common_seeds, has_diverged
 from qkablate.analysis.stats import MIN_PAIRS, Sample
 
 LEAST_EXPONENT = 0.1  # below, a curve has not begun to level off
@@ -40,9 +40,8 @@ def fit_asymptote(gaps: Sequence[Gap]) -> Asymptote | None:
     """
     gaps = sorted(gaps, key=lambda gap: gap.arm.tokens)
     seeds = common_seeds(gaps) if gaps else []
-    diverged = any(gap.arm_diverged or gap.baseline_diverged for gap in gaps)
     lengths = {gap.arm.tokens for gap in gaps}
-    if len(lengths) < MIN_POINTS or len(seeds) < MIN_PAIRS or diverged:
+    if len(lengths) < MIN_POINTS or len(seeds) < MIN_PAIRS or has_diverged(gaps):
         return None
     tokens_T = np.array([float(gap.arm.tokens) for gap in gaps])
     arm_ST = np.array([[gap.arm.losses[key] for gap in gaps] for key in seeds])

@@ -143,8 +143,7 @@ def _name(gap: Gap, keys: tuple[str, ...]) -> str:
 
 def measure_growth(series: Series) -> Sample:
     """Return each seed's change of the gap per doubling of tokens, over three lengths or more."""
-    diverged = any(gap.arm_diverged or gap.baseline_diverged for gap in series.gaps)
-    if series.along != "tokens" or len(series.gaps) < MIN_POINTS or diverged:
+    if series.along != "tokens" or len(series.gaps) < MIN_POINTS or has_diverged(series.gaps):
         return Sample(())
     return fit_growth([int(x) for x in series.x], series.gaps)
 
@@ -163,6 +162,11 @@ def common_seeds(gaps: Sequence[Gap]) -> list[Seeds]:
     return [key for key in gaps[0].pairs if all(key in gap.pairs for gap in gaps)]
 
 
+def has_diverged(gaps: Sequence[Gap]) -> bool:
+    """Return whether a run of any of the arms diverged: those that remain are not all."""
+    return any(gap.arm_diverged or gap.baseline_diverged for gap in gaps)
+
+
 def equivalent_log_factor(series: Series) -> Sample:
     """Return the log of how many times its tokens (parameters) the baseline needs.
 
@@ -170,8 +174,7 @@ def equivalent_log_factor(series: Series) -> Sample:
     (largest) point to the arm's. The values are the jackknife's pseudo-values, one per seed.
     """
     gaps, seeds = series.gaps, common_seeds(series.gaps)
-    diverged = any(gap.arm_diverged or gap.baseline_diverged for gap in gaps)
-    if len(gaps) < MIN_POINTS or not seeds or diverged:
+    if len(gaps) < MIN_POINTS or not seeds or has_diverged(gaps):
         return Sample(())
     log_x = np.log(series.x)
     baseline_ST = np.array([[gap.baseline.losses[key] for gap in gaps] for key in seeds])

@@ -117,11 +117,15 @@ def format_judgement(judgement: Judgement, screen: Screen = PLAIN) -> list[str]:
 
 def format_missing(study: Study) -> str:
     """Return what the verdict of a claim still needs."""
-    ended, runs = study.ended, format_count(study.expected, "run")
-    if ended < study.expected:
-        verb = "has" if ended == 1 else "have"
-        return f"{ended:,} of {runs} {verb} ended; the verdict needs all of them"
-    return f"all {runs} have ended; the verdict needs seconds and memory, measured alone"
+    runs = count_with_verb(study.expected)
+    if study.ended < study.expected:
+        return f"{study.ended:,} of {runs} ended; the verdict needs all of them"
+    return f"all {runs} ended; the verdict needs seconds and memory, measured alone"
+
+
+def count_with_verb(runs: int) -> str:
+    """Return a number of runs with `has` or `have`."""
+    return f"{format_count(runs, 'run')} {'has' if runs == 1 else 'have'}"
 
 
 def format_conditions(judgement: Judgement) -> str:

@@ -15,7 +15,7 @@ from qkablate.analysis.comparison.decision import (
 )
 from qkablate.analysis.comparison.summary import GapSummary
 from qkablate.report.section import Section, format_n
-from qkablate.report.text.claims import format_conditions, format_missing
+from qkablate.report.text.claims import count_with_verb, format_conditions, format_missing
 from qkablate.report.text.forms import summarize_forms
 from qkablate.report.text.numbers import (
     format_gap,
@@ -117,12 +117,8 @@ def _format_progress(section: Section) -> str:
     bad = [f"{counts[word]} {word}" for word in ("diverged", "failed", "damaged") if counts[word]]
     if study.is_complete:
         return f"Of {format_count(study.expected, 'run')}, {' and '.join(bad)}. " if bad else ""
-    ended = f"{study.ended:,} of {_count_with_verb(study.expected)} ended"
+    ended = f"{study.ended:,} of {count_with_verb(study.expected)} ended"
     return f"So far ({', '.join([ended, *bad])}): "
-
-
-def _count_with_verb(runs: int) -> str:
-    return f"{format_count(runs, 'run')} {'has' if runs == 1 else 'have'}"
 
 
 def _summarize_gaps(
