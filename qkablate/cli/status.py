@@ -100,7 +100,8 @@ def main(argv: list[str]) -> int:
             if counts["done"]:
                 print()
                 print_arms(sweep_state)
-                print(f"\nresults  {folder / 'results.csv'}")
+                if (written := folder / "results.csv").exists():  # archives have none
+                    print(f"\nresults  {written}")
             if is_running:  # a second launcher would only share the work
                 commands = [["status", folder.name, "--watch", *out_words(out)]]
             else:

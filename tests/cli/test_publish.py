@@ -102,6 +102,8 @@ def test_runs_are_added_as_they_end(qkablate, published, outputs):
     archive.unlink()
     assert qkablate("publish", "mine", "-o", "shared").code == 0
     assert archive.read_bytes() != whole
+    status = qkablate("status", "claim-mine", "out=shared")
+    assert (status.code, "results.csv" in status.out) == (1, False)
     for command in (["claim", "show", "mine", "out=shared"], ["results", "shared"]):
         done = qkablate(*command)
         assert (done.code, "There is no verdict" in done.out or "INCOMPLETE" in done.out) == (1, 1)
