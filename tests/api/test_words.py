@@ -80,6 +80,7 @@ def test_settings_of_a_sweep_keep_their_lists_and_maps():
         "seed": range(2),
         "sweep.filter": ["model.d_model // model.heads >= 8"],
         "sweep.also": [{"data": "recall", "model.context": 32}],
+        "sweep.tune": True,
         "sweep.tuning_seeds": [7, 8],
         "control": ["none", "params"],
     }
