@@ -67,6 +67,7 @@ def sanitize(text: str) -> str:
 # Words that other programs use for ours.
 _SYNONYMS = {"gpu": "cuda", "off": "disabled", "false": "disabled", "no": "disabled"}
 _SYNONYMS |= {"pdf": "svg", "jpg": "png", "markdown": "md"}
+_SYNONYMS |= dict.fromkeys(("finished", "complete", "completed", "ended"), "done")
 _LONGEST_LIST = 8  # names; of more, a message names the nearest
 
 

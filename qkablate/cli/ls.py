@@ -156,7 +156,10 @@ def parse_filter(pair: str) -> tuple[str, list[Any]]:
         return full, [convert_value(key, value, one_of(STATUSES)) for value in values]
     if key == "data":
         return full, [_find_data(value) for value in values]
-    return full, [_parse_value(value) for value in values]
+    parsed = [_parse_value(value) for value in values]
+    for value in parsed:
+        KEYS[full].check(key, value)
+    return full, parsed
 
 
 def _find_data(name: str) -> str | dict[str, Any]:

@@ -322,7 +322,7 @@ def explain(error: BaseException, known: Collection[str] = ()) -> str:
             return f"{key}: needs {allowed}; write {match[1][:-2]}"
         hint = "; several are 'seed=range(5)' or seed=0,1,2" if key == "seed" else ""
         return f"{key}: '{match[1]}' is not {allowed}{hint}"
-    if "not Optional" in text:
+    if "not Optional" in text or text.startswith("Invalid type assigned: NoneType"):
         return f"{key}: null is not a value"
     if re.search(r" to Dict\[|is not a subclass of|merge DictConfig with List", text):
         if names := [name.removeprefix(f"{key}.") for name in known if name.startswith(f"{key}.")]:

@@ -211,7 +211,10 @@ def is_prepared(config: DataConfig) -> bool:
 def cache_dir(config: DataConfig) -> Path:
     """Return the folder of all prepared texts."""
     if config.cache is not None and config.cache != "auto":
-        return Path(os.path.expanduser(config.cache))
+        folder = os.path.expanduser(config.cache)
+        if os.path.isfile(folder):  # false for a name that is too long, too
+            raise UserError(f"data.cache: '{folder}' is not a folder")
+        return Path(folder)
     base = os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")
     return Path(base) / "qkablate" / "data"
 

@@ -172,6 +172,8 @@ MISTAKES = [
     (["variant=mine.py"], "is not in the catalogue; your file is variant.file=mine.py"),
     (["--dry-run"], "'--dry-run' is a flag of `qkablate sweep`"),
     (["train.steps=null"], "train.steps: null is not a value"),
+    (["tracking.tags=[a,null]"], "tracking.tags: null is not a value"),
+    ([f"data.cache={__file__}"], f"data.cache: '{__file__}' is not a folder"),
     (["tracking.tags=foo"], "tracking.tags: a list is written [a,b]"),
     (["varient=merged_w"], "varient: there is no such key (nearest: variant)"),
     (["lr=1e-3"], "lr: there is no such key (nearest: variant.lr, optim.lr)"),

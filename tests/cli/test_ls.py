@@ -112,6 +112,9 @@ def test_sort_and_limit(qkablate, outputs):
     [
         (["model.d_modle=16"], "model.d_modle: there is no such key (nearest: model.d_model)"),
         (["lr="], "lr: a value is missing"),
+        (["steps=abc"], "steps: 'abc' is not auto, or 1 or more"),
+        (["model.position=rop"], "model.position: 'rop' (nearest: rope) is not one of"),
+        (["status=finished"], "status: 'finished' (nearest: done) is not one of done"),
         (["status=dnoe"], "status: 'dnoe' (nearest: done) is not one of done, diverged, failed"),
         (["--sort", "los"], "--sort: 'los' (nearest: loss) is not one of loss"),
         (["--all", "--limit", "2"], "--all and --limit: give one of the two"),
