@@ -129,7 +129,7 @@ def _check_completeness(sides: Sides) -> Answer:
             missing.append(f"{entry.name}: no learning rate was chosen")
         for status in ("diverged", "failed", "damaged", "interrupted", "running", "waiting"):
             if records := entry.with_status(status):
-                seeds = ", ".join(record.seed_label for record in records)
+                seeds = format_list([record.seed_label for record in records])
                 missing.append(f"{entry.name}: {len(records)} {status} ({seeds})")
     if missing:
         is_invalid = any(entry.with_status("damaged") for entry in sides)
@@ -140,7 +140,7 @@ def _check_completeness(sides: Sides) -> Answer:
 def _check_pairs(gap: Gap) -> Answer:
     n = len(gap.pairs)
     if gap.unpaired:
-        return WARNING, f"{n}; runs without a partner: {'; '.join(gap.unpaired)}"
+        return WARNING, f"{n}; runs without a partner: {_group_by_reason(gap.unpaired)}"
     if n < MIN_PAIRS:
         more = "more seeds: 'seed=range(6)'"
         if gap.arm.arm.is_finetuned:
@@ -148,6 +148,14 @@ def _check_pairs(gap: Gap) -> Answer:
         return WARNING, f"{n}, but {MIN_PAIRS} are needed; {more}"
     known = "" if (correlation := gap.correlation) is None else f", correlation {correlation:+z.2f}"
     return OK, f"{n} by seed{known}"
+
+
+def _group_by_reason(unpaired: Iterable[str]) -> str:
+    """Return the seeds without a partner by the reason, from lines `seed: reason`."""
+    seeds: dict[str, list[str]] = {}
+    for seed, _, reason in (line.partition(": ") for line in unpaired):
+        seeds.setdefault(reason, []).append(seed)
+    return "; ".join(f"{format_list(labels)}: {reason}" for reason, labels in seeds.items())
 
 
 def _check_rates(
@@ -160,19 +168,19 @@ def _check_rates(
     tuned = {entry.name: curves[entry.arm.name] for entry in sides if entry.arm.name in curves}
     if unknown := " and ".join(name for name, curve in tuned.items() if curve.best is None):
         return WARNING, f"{unknown} diverged at every rate or has missing runs"
+    if missing := [entry.name for entry in sides if entry.rates is None]:
+        return WARNING, f"not chosen yet: that of {' and '.join(missing)}"
     if edge := " and ".join(name for name, curve in tuned.items() if curve.is_on_edge):
         text = f"the best rate of {edge} is on the edge of those tried, or beside one that diverged"
         how = "" if in_claim else "; optim.lr=RATE gives others"
         return WARNING, f"{text}: a better one may lie outside{how}"
-    rates = {entry.name: str(entry.rates or "–") for entry in sides}
+    rates = {entry.name: str(entry.rates) for entry in sides}
     if untuned := [name for name in rates if name not in tuned]:
         which = "neither was" if not tuned else f"{untuned[0]} was not"
         how = f"{tune} tunes both"
         if any(entry.arm.is_finetuned for entry in sides):
             how = "try others with optim.lr=RATE"
         return WARNING, f"{which} tuned ({', '.join(rates.values())}); {how}"
-    if any(entry.rates is None for entry in sides):
-        return WARNING, f"not chosen yet: {', '.join(rates.values())}"
     off = [entry for entry in sides if not tuned[entry.name].is_tuned(entry.rates)]
     if off:
         words = (f"{e.name} runs at {e.rates}, best is {tuned[e.name].best}" for e in off)

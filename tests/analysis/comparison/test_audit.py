@@ -206,6 +206,27 @@ def test_best_rate_on_the_edge_is_reported_with_its_arm(cached_world):
     )
 
 
+@pytest.mark.parametrize("limit", [0.0, 1e-3])
+def test_search_that_has_not_ended_has_chosen_no_rate(cached_world, limit):
+    whole = bowl(lambda run: 1e-3)
+    world = cached_world(*TUNED).finish(
+        lambda run: None if is_arm(run) and run.changes["optim.lr"] > limit else whole(run)
+    )
+    found = checks(world)["learning rate"]
+    assert found == AuditCheck("learning rate", WARNING, "not chosen yet: that of no_q-d16-h2")
+
+
+def test_seeds_without_a_partner_are_grouped_by_reason(cached_world):
+    world = cached_world("variant=standard,no_q", "seed=range(8)").finish(
+        lambda run: None if is_arm(run) and run.changes["seed"] else loss_of(run)
+    )
+    found = checks(world)
+    assert found["runs"].message == "no_q-d16-h2: 7 waiting (s1, s2, s3, s4 and 3 more)"
+    assert found["pairs"].message == (
+        "1; runs without a partner: s1, s2, s3, s4 and 3 more: no_q-d16-h2 waiting"
+    )
+
+
 def test_divergence_at_every_rate_is_a_warning(cached_world):
     whole = bowl(lambda run: 1e-3)
     world = cached_world(*TUNED).finish(lambda run: "diverged" if is_arm(run) else whole(run))
