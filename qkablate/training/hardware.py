@@ -214,9 +214,6 @@ def configure_process(config: Config) -> None:
     matmul.set_backend(config.matmul)
     if config.device == "cpu":
         _keep_freed_memory()
-        # Once a task is solved, most gradients are subnormal, and a step would take twice as long.
-        # NUMERICS stays: a number below 1e-38 vanishes beside the 1e-8 of AdamW's denominator.
-        torch.set_flush_denormal(True)
     if config.deterministic:
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # needed by cuBLAS
     _set_deterministic(config.deterministic)
@@ -236,11 +233,6 @@ def _keep_freed_memory() -> None:
         mallopt = ctypes.CDLL(None).mallopt
         mallopt(-4, 0)  # M_MMAP_MAX: no mapped blocks
         mallopt(-1, -1)  # M_TRIM_THRESHOLD: never trim the heap
-
-
-def _flushes_subnormals() -> bool:
-    """Return whether subnormal numbers count as zero in this thread."""
-    return not torch.full((), 1e-40).mul(1.0).item()
 
 
 def _set_deterministic(enabled: bool) -> None:
@@ -371,7 +363,6 @@ def preserve_process_state() -> Iterator[None]:
     threads, backend = torch.get_num_threads(), matmul.get_backend()
     deterministic = torch.are_deterministic_algorithms_enabled()
     tf32 = torch.backends.cuda.matmul.allow_tf32
-    flushes = _flushes_subnormals()
     with torch.random.fork_rng(devices=[]):
         try:
             yield
@@ -381,4 +372,3 @@ def preserve_process_state() -> Iterator[None]:
             _set_deterministic(deterministic)
             torch.backends.cudnn.deterministic = deterministic
             torch.backends.cuda.matmul.allow_tf32 = tf32
-            torch.set_flush_denormal(flushes)

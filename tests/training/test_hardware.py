@@ -9,9 +9,8 @@ import torch
 
 from qkablate.attention.kernels import matmul
 from qkablate.attention.kernels.choice import Gpu
-from qkablate.config import Config, ModelConfig, OptimConfig, TrainConfig, resolve_variant
+from qkablate.config import Config, ModelConfig, TrainConfig
 from qkablate.errors import UserError
-from qkablate.models.build import build_model
 from qkablate.training import hardware
 from qkablate.training.hardware import (
     compile_loss,
@@ -20,7 +19,6 @@ from qkablate.training.hardware import (
     measure_peak_flops,
     resolve,
 )
-from qkablate.training.optim import make_optimizer
 
 INTEL = {"cpu_name": "Intel Xeon"}
 
@@ -92,52 +90,6 @@ def test_freed_memory_is_kept_for_the_next_step():
     done = subprocess.run([sys.executable, "-c", _FAULTS], capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     assert int(done.stdout) < 100
-
-
-def train_with_subnormal_numbers(optimizer, *, flush):
-    """Return the weights after a few steps, and how many of the probabilities were subnormal."""
-    size = ModelConfig(layers=1, d_model=16, heads=2, context=8, tied=False)
-    config = Config(model=size, device="cpu", threads=1, compile=False, matmul="torch")
-    config.optim = OptimConfig(optimizer=optimizer, lr=0.01)
-    with hardware.preserve_process_state():
-        hardware.configure_process(config)
-        torch.set_flush_denormal(flush)
-        model = build_model(size, resolve_variant(config.variant, size), 11).init_(0)
-        with torch.no_grad():
-            model.output_weight.mul_(1000)  # logits so far apart that probabilities underflow
-        steps, subnormals = make_optimizer(model, config), 0
-        tokens_BT = torch.randint(11, (4, 9), generator=torch.Generator().manual_seed(0))
-        for _ in range(5):
-            x_BT, y_BT = tokens_BT[:, :-1], tokens_BT[:, 1:]
-            p_BTV = model(x_BT).softmax(-1).double()  # in fp64 they are ordinary numbers
-            subnormals += int(((p_BTV > 0) & (p_BTV < 1.17e-38)).sum())
-            model.loss(x_BT, y_BT).backward()
-            steps.step()
-            steps.zero_grad()
-        return [parameter.detach().clone() for parameter in model.parameters()], subnormals
-
-
-@pytest.mark.parametrize("optimizer", ["adamw", "muon"])
-def test_subnormal_numbers_count_as_zero_and_change_no_weight(optimizer):
-    weights, subnormals = train_with_subnormal_numbers(optimizer, flush=False)
-    flushed, left = train_with_subnormal_numbers(optimizer, flush=True)
-    assert subnormals > 0
-    assert left == 0
-    for expected, weight in zip(weights, flushed, strict=True):
-        torch.testing.assert_close(weight, expected, rtol=0, atol=0)
-
-
-@pytest.mark.parametrize("before", [False, True])
-def test_flushing_is_as_before_when_a_run_ends(before):
-    torch.set_flush_denormal(before)
-    try:
-        with hardware.preserve_process_state():
-            config = Config(device="cpu", threads=1, compile=False, matmul="torch")
-            hardware.configure_process(config)
-            assert torch.full((), 1e-30).mul(1e-10) == 0
-        assert (torch.full((), 1e-30).mul(1e-10).double() == 0) == before
-    finally:
-        torch.set_flush_denormal(False)
 
 
 @pytest.fixture
