@@ -103,7 +103,7 @@ def split_engine_words(words: list[str]) -> tuple[list[str], list[str]]:
 
 def _parse(word: str) -> tuple[str, list[str]]:
     key, values = parse_values(word)
-    return key.lstrip("+"), list(dict.fromkeys(values))
+    return key.lstrip("+"), values
 
 
 def _compose_settings(words: list[str]) -> SweepConfig:

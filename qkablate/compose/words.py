@@ -5,6 +5,7 @@ import math
 import os
 import re
 import traceback
+from collections import Counter
 from collections.abc import Collection
 from typing import Any
 
@@ -89,6 +90,9 @@ def parse_values(word: str, limit: int = MAX_VALUES) -> tuple[str, list[str]]:
         raise UserError(f"'{word}': these are more than {limit:,} values")
     if not values:
         raise UserError(f"'{word}': there is no value in it")
+    value, count = Counter(values).most_common(1)[0]
+    if count > 1:  # a seed for another would leave fewer runs than meant
+        raise UserError(f"{key.lstrip('+')}: {value} is given more than once")
     return key, values
 
 

@@ -215,6 +215,7 @@ MISTAKES = [
     (["train\nsteps"], "'train�steps' is not key=value"),
     (["-m", "seed=range(0,1,0)"], "arg 3 must not be zero"),
     (["-m", "seed=range(1000000000)"], "more than 10,000 values"),
+    (["-m", "variant=no_q,no_q"], "variant: no_q is given more than once"),
     (["-m", "seed=range(101)", "model.layers=range(1,101)"], "more than 10,000 jobs"),
     (["-m", "seed=interval(0,3)"], "give single values, not an interval"),
     (["-m", "variant=1,2"], "must be a string or a list. Got int (in variant=1)"),

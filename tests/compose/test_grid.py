@@ -382,6 +382,8 @@ MISTAKES = [
     (["optim.lr=1e-3,fast"], "optim.lr: 'fast' is not a number"),
     (["seed=interval(0,9)"], "'seed=interval(0,9)': give single values, not an interval"),
     (["seed=range(3,1)"], "'seed=range(3,1)': there is no value in it"),
+    (["seed=0,1,1"], "seed: 1 is given more than once"),
+    (["variant=choice(no_q,no_q)"], "variant: no_q is given more than once"),
     (["variant=glob(nix*)"], "'variant=glob(nix*)': there is no value in it"),
     (["variant=[standard,no_q]"], "several values are written variant=standard,no_q"),
     (["~model"], "'~model' is not key=value"),
