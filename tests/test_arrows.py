@@ -54,7 +54,7 @@ ALLOWED = {
 LAZY = "qkablate"  # imports the names of the API when they are used
 WITHOUT_TORCH = ("config", "runs", "tracking", "errors")
 TESTS_OF_SEVERAL_MODULES = [
-    *("test_arrows.py", "test_collection.py", "test_docs.py", "test_package.py"),
+    *("test_arrows.py", "test_docs.py", "test_package.py"),
     *("analysis/test_hidden_truths.py", "analysis/test_measure_truths.py"),
     "analysis/test_simulation.py",
     *("attention/projection/test_convert.py", "attention/test_initialization.py"),

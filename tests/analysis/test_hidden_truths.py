@@ -75,5 +75,5 @@ def test_equal_arms_are_rarely_dominated(arms):
 @pytest.mark.slow
 @pytest.mark.parametrize("shape", tuning_simulation.SHAPES)
 def test_interval_of_tuned_equal_arms_holds_zero(shape):
-    found = tuning_simulation.simulate(shape, 2.0, 0.02, 6, 400)
+    found = tuning_simulation.simulate(shape, 2.0, 0.02, 6, 250)
     assert found.covered >= 0.935 - 3 * found.error

@@ -8,7 +8,7 @@ from qkablate.analysis.claims.measures import MEASURES
 from tests.analysis.measure_truths import ROWS, measure
 
 LIMIT = 0.065
-STUDIES = 400
+STUDIES = 300
 
 
 def test_every_measure_has_a_row():

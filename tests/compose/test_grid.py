@@ -199,7 +199,6 @@ def test_syntax_of_values(opened_hydra):
     assert values("seed=range(3)") == ["0", "1", "2"]
     assert values("seed=range(1,8,3)") == ["1", "4", "7"]
     assert values("seed=choice(3,1)") == ["3", "1"]
-    assert values("seed=3,3,1,3") == ["3", "1"]
     assert values("+seed=1,2") == ["1", "2"]
     assert values("variant=glob(no_*)") == ["no_k", "no_o", "no_q", "no_qk", "no_v", "no_vo"]
     assert set(values("variant=glob(*)")) == {*variants()}

@@ -16,7 +16,7 @@ from tests.pretended_cuda.cases import CASES, CHOSEN, FORMS, IMPOSSIBLE, PADDED,
 READS = {"log": 1, "evaluate": 2, "loop": 2}
 CHECKPOINT_READS = 2  # of numbers; of tensors there are as many as the run has
 WAITS = {"loop": 3}  # before what does not count to the speed
-SHARE = 1.0 if os.environ.get("QKABLATE_ALL_TRACES") == "1" else 1 / 12
+SHARE = 1.0 if os.environ.get("QKABLATE_ALL_TRACES") == "1" else 1 / 24
 
 
 def findings(case, traced):

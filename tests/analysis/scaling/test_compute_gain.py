@@ -207,8 +207,8 @@ def test_error_of_tuning_widens_the_interval(grid, monkeypatch):
 @pytest.mark.slow
 @pytest.mark.parametrize("truth", TRUTHS)
 def test_interval_of_the_compute_gain_covers_the_truth(truth):
-    """3 sizes × 4 lengths × 5 seeds; 93 % at least, within three standard errors of 150 studies."""
-    found = cover(truth, seeds=5, noise=0.005, studies=150)
+    """3 sizes × 4 lengths × 5 seeds; 93 % at least, within three standard errors of 75 studies."""
+    found = cover(truth, seeds=5, noise=0.005, studies=75)
     assert found.given > 0.9 * found.studies
     assert found.part == 1  # of the budget of the largest run
     assert found.rate > 0.93 - 3 * math.sqrt(0.93 * 0.07 / found.given)
@@ -217,7 +217,7 @@ def test_interval_of_the_compute_gain_covers_the_truth(truth):
 @pytest.mark.slow
 @pytest.mark.parametrize("truth", ["equal", "a higher floor"])
 def test_interval_covers_where_the_largest_budget_is_out_of_reach(truth):
-    found = cover(truth, seeds=5, noise=0.005, studies=100, lengths=SHORT)
+    found = cover(truth, seeds=5, noise=0.005, studies=50, lengths=SHORT)
     assert found.given > 0.9 * found.studies
     assert 0.1 < found.part < 0.5
     assert found.rate > 0.93 - 3 * math.sqrt(0.93 * 0.07 / found.given)

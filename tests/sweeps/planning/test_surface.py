@@ -121,7 +121,7 @@ def test_diverged_rates_have_no_mean():
 @pytest.mark.parametrize("shape", ["quadratic", "lopsided", "cliff"])
 @pytest.mark.parametrize("matched", [1.0, 2.0, 0.1])
 def test_intervals_of_tuned_gaps_cover(shape, matched):
-    row = simulate(shape, matched, 0.007, 16, 200)
+    row = simulate(shape, matched, 0.007, 16, 100)
     assert row.covered >= 0.935 - 3 * row.error
     assert row.covered >= row.covered_without
 
