@@ -107,7 +107,7 @@ def test_figures_of_the_readme_are_those_of_the_claims(studied):
         "(keys of length one, no token attends to itself) it is": ("reformer", "not_worse"),
         "removing W_o costs": ("encoder_translation", "w_o"),
         "and nothing in their place, no W_o has": ("w_v_and_w_o", "no_o"),
-        "neither has": ("w_v_and_w_o", "no_vo"),
+        "a model with neither has": ("w_v_and_w_o", "no_vo"),
         "without W_v alone it is": ("w_v_and_w_o", "no_v"),
         "no W_v has": ("without_skip", "no_v"),
         "no W_o has": ("without_skip", "no_o"),
