@@ -16,10 +16,20 @@ from contextlib import contextmanager, suppress
 from io import BufferedReader
 from pathlib import Path
 
+from qkablate.errors import UserError
+
 
 def describe_os_error(error: Exception) -> str:
     """Return the reason of a failed read or write in a few words."""
     return getattr(error, "strerror", None) or " ".join(str(error).split()) or type(error).__name__
+
+
+def expand_user(name: str, path: str) -> Path:
+    """Return a path that a user has typed, `~` being a home directory; UserError if it is none."""
+    expanded = os.path.expanduser(path)
+    if expanded.startswith("~"):
+        raise UserError(f"{name}: '{path}' names a user without a home directory")
+    return Path(expanded)
 
 
 def sync_folder(folder: Path) -> None:

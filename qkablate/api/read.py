@@ -11,6 +11,7 @@ from qkablate.analysis.publication.unpack import open_archives, unpacked_claims
 from qkablate.analysis.study.loss_curves import read_rows
 from qkablate.analysis.study.standalone_runs import read_standalone_runs
 from qkablate.analysis.study.study import Record, Study, read_study
+from qkablate.disk import expand_user
 from qkablate.errors import UserError, nearest_hint, print_stderr
 from qkablate.runs.records import is_number
 from qkablate.runs.run import NoMatch
@@ -73,7 +74,7 @@ def _read_claim(claim: Registration) -> list[Record]:
 
 def _find_folder(name: str | Path) -> Path:
     """Return the folder that a user names, or that of the sweep whose name begins so."""
-    folder = Path(name).expanduser()
+    folder = expand_user("folder", str(name))
     if isinstance(name, str) and not folder.exists():
         with suppress(NoMatch):
             return find_sweep(name, "outputs")

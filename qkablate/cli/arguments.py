@@ -8,6 +8,7 @@ from collections.abc import Callable, Collection, Iterable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
+from qkablate.disk import expand_user
 from qkablate.errors import UserError, nearest_hint, not_one_of, sanitize, show_folder_as
 
 if TYPE_CHECKING:
@@ -206,11 +207,10 @@ def take_out(words: Iterable[str], *, unpack: bool = True) -> tuple[list[str], s
     out = folders[-1] if folders else "outputs"
     if not out:
         raise UserError("out: a value is missing; write out=FOLDER")
-    if os.path.expanduser(out).startswith("~"):
-        raise UserError(f"out: '{out}' names a user without a home directory")
+    path = expand_user("out", out)
     try:
-        os.stat(path := os.path.expanduser(out))
-        if not os.path.isdir(path) and not path.endswith(".json.gz"):
+        os.stat(path)
+        if not os.path.isdir(path) and not out.endswith(".json.gz"):
             raise UserError(f"out: '{sanitize(out[:60])}' is a file")
     except FileNotFoundError:
         pass  # it is made when something is written

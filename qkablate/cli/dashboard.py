@@ -4,11 +4,10 @@ import dataclasses
 import json
 import shlex
 import sys
-from pathlib import Path
 
 from qkablate.cli.arguments import Parser, find_sweep_and_out, out_words
 from qkablate.config import TrackingConfig
-from qkablate.disk import write_atomic
+from qkablate.disk import expand_user, write_atomic
 from qkablate.errors import UserError, print_stderr, require_extra, sanitize
 from qkablate.runs.records import read_json, write_json
 from qkablate.runs.run import refuse_links
@@ -124,10 +123,9 @@ def _write(spec: str, sweep_state: SweepState, entity: str, project: str) -> Non
         sys.stdout.write(text)
         return
     try:
-        write_atomic(Path(spec).expanduser(), text)
-    except (OSError, RuntimeError) as error:
-        reason = error.strerror if isinstance(error, OSError) else str(error)
-        raise UserError(f"--spec: '{spec}' cannot be written: {reason}") from None
+        write_atomic(expand_user("--spec", spec), text)
+    except OSError as error:
+        raise UserError(f"--spec: '{spec}' cannot be written: {error.strerror}") from None
     print(sanitize(f"{spec}  {format_bytes(len(text.encode()))}"))
 
 

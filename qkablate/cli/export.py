@@ -1,8 +1,7 @@
 """`qkablate export`: the weights of a run for transformers."""
 
-from pathlib import Path
-
 from qkablate.cli.arguments import CIRCUIT_KEYS, Parser, restore_run, run_and_keys
+from qkablate.disk import expand_user
 from qkablate.errors import UserError, not_one_of, sanitize
 from qkablate.table import format_short, print_json
 
@@ -59,7 +58,7 @@ def main(argv: list[str]) -> int:
         raise UserError(f"to: {not_one_of(values['to'], ('hf',))}")
     from qkablate.pretrained.export_run import check_target, export_run
 
-    folder = Path(runs[1]).expanduser()
+    folder = expand_user("folder", runs[1])
     check_target(folder)
     restored = restore_run(run, values)
     exported = export_run(restored, folder)

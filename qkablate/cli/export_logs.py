@@ -5,6 +5,7 @@ from pathlib import Path
 
 from qkablate.cli.arguments import Parser, one_of, take_out
 from qkablate.cli.names import find_by_name, known_names
+from qkablate.disk import expand_user
 from qkablate.errors import UserError, print_stderr, require_extra, sanitize
 from qkablate.sweeps.planning.manifest import read_manifest
 from qkablate.sweeps.running.state import SweepState
@@ -55,7 +56,7 @@ def main(argv: list[str]) -> int:
         raise UserError(f"--to: give {' or '.join(MODULES)}")
     if args.into is None:
         raise UserError("--into: give a folder to write in")
-    into = Path(args.into).expanduser()
+    into = expand_user("--into", args.into)
     if into.exists() and not into.is_dir():
         raise UserError(f"--into: '{sanitize(args.into)}' is not a folder")
     folders = _find_runs(words, out)

@@ -11,7 +11,7 @@ from typing import Any
 from qkablate.cli.arguments import Parser, out_words
 from qkablate.cli.hydra.app import run_hydra
 from qkablate.compose.configs import build_jobs, compose_jobs
-from qkablate.config import Config, Role, flatten, from_hydra, keys_with, variants
+from qkablate.config import KEYS, Config, Role, flatten, from_hydra, keys_with, variants
 from qkablate.errors import UserError, print_stderr
 from qkablate.report.text.table import format_known
 from qkablate.runs.lease import AlreadyRunning, LeaseLost
@@ -270,7 +270,8 @@ def print_next(
             r"_rope\d+$", "", result["variant"]
         )  # the words have its rotated dimensions
         other = "standard" if variant != "standard" else counterpart
-        commands.append(["train", f"variant={other}", f"seed={result['seed']}", *words])
+        shared = [word for word in words if not _is_own_rate(word)]
+        commands.append(["train", f"variant={other}", f"seed={result['seed']}", *shared])
         if comparison := _propose_comparison(other, variant, overrides, words):
             commands.append(comparison)
     elif result["status"] == "diverged":
@@ -292,14 +293,21 @@ def _propose_comparison(
         return []
     # A sweep reads folders of the user's, but no other primary config and no new groups.
     is_other = any(word.startswith("+") or _is_other_flag(word) for word in words)
-    if variant in variants():
+    has_own_rate = any(map(_is_own_rate, words))
+    if variant in variants() and not (has_own_rate and other == "standard"):
         pair = f"variant={other},{variant}"
         several = ["train", "-m", pair, "seed=0,1,2"] if is_other else ["sweep", pair, _SEEDS]
-        return [*several, *words]
+        return [*several, *(word for word in words if not _is_own_rate(word))]
     own = [w for w in overrides if w.startswith(("variant=", "variant.")) and w not in words]
     is_file = any(word.startswith("variant.file=") for word in own)
-    # The sweep adds its baseline.
-    return ["sweep", *own, _SEEDS, *words] if is_file and not is_other else []
+    # The sweep adds its baseline, without the number of this circuit's rate.
+    return ["sweep", *own, _SEEDS, *words] if (is_file or has_own_rate) and not is_other else []
+
+
+def _is_own_rate(word: str) -> bool:
+    """Return whether a word sets the rate of one circuit, by a number that fits no other."""
+    key, _, value = word.partition("=")
+    return key == "variant.lr" and value not in KEYS["variant.lr"].choices
 
 
 def _is_other_flag(word: str) -> bool:

@@ -54,6 +54,7 @@ from qkablate.config.variant import (
     stream_width,
     variants,
 )
+from qkablate.disk import expand_user
 from qkablate.errors import ImpossibleConfig, UserError, not_one_of, reject_secrets
 from qkablate.table import format_list
 
@@ -183,6 +184,11 @@ def check(config: Config) -> None:
             f"model.mlp_ratio: {model.mlp_ratio} leaves the MLP without a single unit"
             " (0 removes the MLP)"
         )
+    own_file = config.variant.file is not None  # its circuit may draw
+    if not model.dropout and not own_file and config.seeds.dropout != config.seed:
+        raise ImpossibleConfig(
+            f"seeds.dropout: {config.seeds.dropout} has no effect with model.dropout=0"
+        )
     if len(optim.betas) != 2 or not all(0 <= beta < 1 for beta in optim.betas):
         raise UserError(f"optim.betas: {optim.betas} are not two numbers from 0 to below 1")
     if config.compile not in (True, False, "auto", "graphs"):
@@ -198,6 +204,7 @@ def check(config: Config) -> None:
     _check_init_from(config.init_from)
     if not config.out:
         raise UserError("out: give a folder")
+    expand_user("out", config.out)
     if config.variant.file == "":
         raise UserError("variant.file: give a path")
 

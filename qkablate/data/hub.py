@@ -108,7 +108,8 @@ def _splits(config: DataConfig, online: bool) -> Iterator[tuple[str, Any]]:
 def _documents(rows: Any, config: DataConfig) -> Iterator[Iterable[bytes]]:
     """Yield the documents of a split."""
     columns = read_columns(rows, config, {"field": config.field or "text"})
-    texts: Iterator[str] = (text for (text,) in columns)
+    # The byte 0 ends a document.
+    texts: Iterator[str] = (text.replace("\0", " ") for (text,) in columns)
     if config.document_start:
         texts = _group_rows(texts, re.compile(config.document_start))
     yield from ([text.encode("utf-8", "replace")] for text in texts)

@@ -125,6 +125,8 @@ def _read_json_rows(file: Path, field: str) -> Iterator[bytes]:
                 continue
             if not isinstance(text, str):
                 raise field_error("field", field, f"line {number} of '{file}'", fields)
+            if "\0" in text:
+                raise _zero_error(f"line {number} of '{file}'")
             try:
                 yield text.encode("utf-8")
             except UnicodeEncodeError:  # half of a surrogate pair
@@ -146,8 +148,13 @@ def _read_parquet_rows(file: Path, field: str) -> Iterator[bytes]:
             kind = columns.get(field)
             if kind not in (pyarrow.string(), pyarrow.large_string(), pyarrow.string_view()):
                 raise field_error("field", field, f"'{file}'", columns)
-            for batch in table.iter_batches(columns=[field]):
-                yield from (str(text).encode() for text in batch.column(0).to_pylist() if text)
+            batches = table.iter_batches(columns=[field])
+            texts = (text for batch in batches for text in batch.column(0).to_pylist())
+            for number, text in enumerate(texts, 1):
+                if text and "\0" in text:
+                    raise _zero_error(f"row {number} of '{file}'")
+                if text:
+                    yield text.encode()
     except pyarrow.ArrowException as error:
         raise _read_error(file, error) from None
     except UnicodeDecodeError:  # pyarrow decodes a column when it is converted
@@ -178,6 +185,11 @@ def field_error(key: str, field: str, place: str, fields: dict[Any, Any]) -> Use
         return UserError(f"data.{key}: '{field}' is not text in {place}")
     known = f"; it has {', '.join(map(str, fields))}{nearest_hint(field, fields)}" if fields else ""
     return UserError(f"data.{key}: {place} has no text '{field}'{known}")
+
+
+def _zero_error(place: str) -> UserError:
+    """Return the error for text with the byte that ends a document."""
+    return UserError(f"data.path: {place} is not text: it has the byte 0")
 
 
 def _read_error(file: Path, error: Exception) -> UserError:

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from qkablate.attention import Attention, Cache, Draw, SourceCache
+from qkablate.attention.spec import Spec
 from qkablate.config import ModelConfig
 from qkablate.data.batches import PAD
 from qkablate.models.catalogue import GPT2_SIGMA, residual_writes
@@ -216,8 +217,7 @@ class _Initializer:
         self, name: str, shape: Sequence[int], *, residual: bool = False, fan_in: int | None = None
     ) -> Tensor:
         if self.config.init == "linear":
-            # A vector is the bias of a map from d_model unless the caller passes its fan_in.
-            fan_in = fan_in or (shape[0] if len(shape) == 2 else self.config.d_model)
+            fan_in = fan_in or shape[0]
             bound = 1 / math.sqrt(fan_in)
             uniform = named_generator(self.seed, "init", name).random(shape, dtype="float32")
             return torch.from_numpy(uniform).mul_(2 * bound).sub_(bound)
@@ -229,7 +229,7 @@ class _Initializer:
     def init_attention_(self, layer: Attention, prefix: str) -> None:
         for name in ("qk", "ov", "norm", "rope_dims"):
             if (circuit := getattr(layer, name)) is not None:
-                circuit.init_(self._with_prefix(f"{prefix}.{name}"))
+                circuit.init_(self._for_circuit(f"{prefix}.{name}", circuit.spec))
 
     def normal(self, name: str, shape: Sequence[int], std: float = GPT2_SIGMA) -> Tensor:
         normal = named_generator(self.seed, "init", name).standard_normal(shape, dtype="float32")
@@ -241,5 +241,14 @@ class _Initializer:
             return self.config.position_std
         return self.config.embedding_std if name.endswith("token_embedding") else GPT2_SIGMA
 
-    def _with_prefix(self, prefix: str) -> Draw:
-        return lambda name, *args, **options: self(f"{prefix}.{name}", *args, **options)
+    def _for_circuit(self, prefix: str, spec: Spec) -> Draw:
+        """Return the draws of a circuit; a tensor that is no matrix follows the stream it reads."""
+
+        def draw(
+            name: str, shape: Sequence[int], *, residual: bool = False, fan_in: int | None = None
+        ) -> Tensor:
+            if fan_in is None and len(shape) != 2:
+                fan_in = spec.d_keys if name in ("b_k", "b_v") else spec.d_model
+            return self(f"{prefix}.{name}", shape, residual=residual, fan_in=fan_in)
+
+        return draw

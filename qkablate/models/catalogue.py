@@ -22,6 +22,7 @@ from qkablate.attention.kernels.choice import KernelOptions
 from qkablate.attention.spec import UnsupportedCombination, UnsupportedKernel
 from qkablate.config import Config, ModelConfig, VariantConfig, resolve_variant
 from qkablate.config.variant import describe_unused, stream_width, variant_sites
+from qkablate.disk import expand_user
 from qkablate.errors import ImpossibleConfig, UserError, not_one_of
 
 ENTRY_POINTS = "qkablate.circuits"  # the entry-point group for circuits of other packages
@@ -170,7 +171,7 @@ def make_attention(
 def load_file(path: str) -> ExternalCircuit:
     """Return the circuit that a user's Python file defines."""
     try:
-        return _load(path, Path(path).expanduser().read_bytes())
+        return _load(path, expand_user("variant.file", path).read_bytes())
     except OSError as error:
         raise UserError(f"variant.file: cannot read '{path}': {error.strerror}") from None
     except ValueError as error:  # not a valid path
@@ -179,7 +180,7 @@ def load_file(path: str) -> ExternalCircuit:
 
 @functools.cache
 def _load(path: str, source: bytes) -> ExternalCircuit:
-    file = Path(path).expanduser()
+    file = expand_user("variant.file", path)
     name = file.stem
     if name in {*QK_CIRCUITS, *OV_CIRCUITS} or not name.isidentifier():
         raise UserError(

@@ -40,7 +40,7 @@ from typing import Any
 from qkablate import __version__
 from qkablate.config import Config, Role, flatten, keys_with, read_limit
 from qkablate.config.data import is_causal_text
-from qkablate.disk import write_atomic
+from qkablate.disk import expand_user, write_atomic
 from qkablate.errors import UserError, nearest_hint
 from qkablate.redaction import redact
 from qkablate.runs.lease import Lease, LeaseObserver, hold_lease, is_leased
@@ -244,7 +244,7 @@ def find_runs(word: str, out: str | Path = "outputs") -> list[Path]:
     folder = os.path.expanduser(word)  # os.path accepts any text
     if os.path.isfile(os.path.join(folder, "config.yaml")):
         return [Path(folder)]
-    runs = Path(out).expanduser() / "runs"
+    runs = expand_user("out", str(out)) / "runs"
     paths = sorted(runs.glob("*/config.yaml"), key=lambda path: (-path.stat().st_mtime, path))
     names = [path.parent.name for path in paths]
     if matches := _matching_names(word, names):

@@ -10,8 +10,14 @@ from typing import NamedTuple
 
 import numpy as np
 
-from qkablate.analysis.claims.measures import MEASURES, Unit, log_tokens_ratio, loss_halfway
-from qkablate.analysis.claims.samples import Course, Exact, Median
+from qkablate.analysis.claims.measures import (
+    MEASURES,
+    Unit,
+    known_number,
+    log_tokens_ratio,
+    loss_halfway,
+)
+from qkablate.analysis.claims.samples import Censored, Course, Exact, Median
 from qkablate.analysis.claims.verdict import Part, judge_parts
 from qkablate.analysis.comparison.decision import Verdict
 from qkablate.analysis.outliers import FailureRisk
@@ -98,8 +104,10 @@ def _curves(random: Random, kind: str, truth: float, n: int) -> Part:
         for x in losses
     )
     targets = [loss_halfway(others[:i] + others[i + 1 :]) for i in range(n)]
-    costs = [log_tokens_ratio(*one) for one in zip(curves, others, targets, strict=True)]
-    return Part("part", kind, margin, Median(tuple(cost for cost in costs if cost is not None)))
+    found = (log_tokens_ratio(*one) for one in zip(curves, others, targets, strict=True))
+    bounds = tuple(one for one in found if one is not None)
+    costs = tuple(map(known_number, bounds))
+    return Part("part", kind, margin, Censored(costs, 0.0, bounds))
 
 
 def _interaction(fails: bool) -> Draw:

@@ -442,9 +442,28 @@ def test_after_a_run_of_an_own_file_its_comparison_is_proposed(capsys, tmp_path)
     words = ["variant.file=mine.py", "variant.ov=no_o", "variant.lr=2", "seed=2", "train.steps=9"]
     print_next({"status": "done", "variant": "mine+no_o", "seed": 2}, words, tmp_path, 1e-3)
     assert capsys.readouterr().out.splitlines()[2:] == [
-        "  qkablate train variant=standard seed=2 variant.lr=2 train.steps=9",
+        "  qkablate train variant=standard seed=2 train.steps=9",
         "  qkablate sweep variant.file=mine.py variant.ov=no_o 'seed=range(6)' variant.lr=2"
         " train.steps=9",
+    ]
+
+
+@pytest.mark.parametrize(
+    ("variant", "rate", "other", "own", "shared"),
+    [
+        ("merged_w", "0.13", "standard", "merged_w 'seed=range(6)' variant.lr=0.13", ""),
+        ("merged_w", "same", "standard", "standard,merged_w 'seed=range(6)'", " variant.lr=same"),
+        ("standard", "2", "merged_w", "merged_w,standard 'seed=range(6)'", ""),
+    ],
+)
+def test_the_proposed_baseline_has_no_rate_of_another_circuit(
+    capsys, tmp_path, variant, rate, other, own, shared
+):
+    words = [f"variant={variant}", f"variant.lr={rate}"]
+    print_next({"status": "done", "variant": variant, "seed": 2}, words, tmp_path, 1e-3)
+    assert capsys.readouterr().out.splitlines()[2:] == [
+        f"  qkablate train variant={other} seed=2{shared}",
+        f"  qkablate sweep variant={own}{shared}",
     ]
 
 

@@ -114,6 +114,22 @@ def test_merged_forms_are_initialized_as_standard(name, draws):
     torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-5)
 
 
+@pytest.mark.parametrize("name", ["standard", "sym_pairwise", "collaborative", "sym_diag"])
+def test_an_encoder_is_initialized_as_in_a_model_of_its_width(name):
+    """Also its biases, and the tensors that are no matrices."""
+    options = {"variant": {"rank": 4}} if name == "collaborative" else {}
+    model = {"init": "linear", "bias": True}
+    found = translator(name, "encoder", **options, **model)
+    expected = translator(name, "encoder", d_model=24, **options, **model).state_dict()
+    encoder = {key: value for key, value in found.state_dict().items() if key.startswith("encoder")}
+    assert len(encoder) > 9
+    for key, value in encoder.items():
+        assert torch.equal(value, expected[key]), key
+    cross = found.blocks[0].cross_attention
+    for bias, width in ((cross.qk.b_q, D), (cross.ov.b_v, 24), (cross.ov.b_o, D)):
+        assert 0.5 < bias.abs().max() * width**0.5 <= 1
+
+
 @pytest.mark.parametrize(
     ("name", "sites", "rank"),
     [

@@ -7,6 +7,7 @@ import json
 import re
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any
 
 from qkablate.analysis.claims.measures import MEASURES, Measure, Unit
@@ -91,7 +92,7 @@ class Claim:
         fields = dataclasses.asdict(self)
         return {key: fields[key] for key in fields if key not in _UNJUDGED}
 
-    @property
+    @cached_property
     def hash(self) -> str:
         text = json.dumps(self.content, sort_keys=True)
         return hashlib.sha256(text.encode()).hexdigest()
@@ -229,6 +230,11 @@ def _typed_values(arm: Arm, arms: list[Arm]) -> dict[str, Any]:
     return values
 
 
+# Settings that follow the length of a run, over which pairs are compared.
+_LENGTH_KEYS = {"train.steps", "train.tokens", "train.eval_every"}
+_LENGTH_KEYS |= {"train.eval_tokens", "train.test_tokens"}
+
+
 def shared_values(
     claim: Claim, dataset: str, values: Mapping[str, Any], other_values: Mapping[str, Any]
 ) -> list[str]:
@@ -239,7 +245,7 @@ def shared_values(
         if re.search(r"[,(]", re.sub(r"\[[^]]*\]", "", text))  # [0.9,0.95] is one value
         if key in values and values[key] == other_values.get(key)
         if key != "variant" and key not in claim.tasks.get(dataset, {})
-        if not key.startswith("train.")
+        if key not in _LENGTH_KEYS
     ]
 
 

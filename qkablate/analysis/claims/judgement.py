@@ -254,6 +254,8 @@ def solo_arms(comparisons: Iterable[Comparison]) -> list[str]:
 def _has_derived_seeds(claim: Claim, manifest: Manifest, n: int) -> bool:
     finals = manifest.finals or [run.changes for run in manifest.runs]
     tuning = {run.changes["seed"] for run in manifest.runs if run.tuning}
+    if tuning:  # some are kept to confirm a choice, and have no runs in the plan
+        tuning |= {*manifest.tuning_seeds}
     derived = {*claim.seeds_of("final", n)}, {*claim.seeds_of("tuning", claim.tuning_seeds)}
     return ({changes["seed"] for changes in finals}, tuning) == derived
 

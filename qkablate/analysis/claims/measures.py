@@ -14,13 +14,13 @@ from enum import Enum
 
 import numpy as np
 
-from qkablate.analysis.claims.samples import Course, Exact, Median
+from qkablate.analysis.claims.samples import Censored, Course, Exact, Median
 from qkablate.analysis.claims.verdict import KINDS
 from qkablate.analysis.comparison.curves import combine_curves
 from qkablate.analysis.comparison.gaps import Gap
 from qkablate.analysis.outliers import FailureRisk, measure_risks
-from qkablate.analysis.stats import ALPHA, Sample, Spread
-from qkablate.analysis.study.loss_curves import VAL, LossCurve
+from qkablate.analysis.stats import ALPHA, Interval, Sample, Spread
+from qkablate.analysis.study.loss_curves import MAX_READINGS, VAL, LossCurve
 from qkablate.analysis.study.study import Record, Seeds
 from qkablate.config import TEXT_SOURCES
 from qkablate.config.data import has_masks
@@ -55,6 +55,8 @@ class Unit(Enum):
 
 # Cost of the arm over that of its baseline for each pair of runs; None: it was not measured.
 PairCost = Callable[[Record, Record, Gap], float | None]
+# Between which numbers it lies: equal where it is known, else one of them is infinite.
+PairBounds = Callable[[Record, Record, Gap], Interval | None]
 
 
 @dataclass(frozen=True)
@@ -70,8 +72,13 @@ class Measure:
     needs_curve: bool = False
     needs_task: bool = False
     is_solo: bool = False  # measured alone, after the runs
-    is_censored: bool = False  # some runs tell only that it is larger than all that was seen
+    pair_bounds: PairBounds | None = None  # of a cost of which some runs tell only a bound
     arm_cost: Callable[[Arm], float] | None = None  # of a measure that no run is needed for
+
+    @property
+    def is_censored(self) -> bool:
+        """True if some runs may tell only a bound of it."""
+        return self.pair_bounds is not None
 
     @property
     def is_of_runs(self) -> bool:
@@ -99,6 +106,12 @@ class Measure:
                     f"{where}: {self.name} needs {MIN_READINGS} evaluations or more, and"
                     f" train.eval_every={every} gives {steps // every} on {source};"
                     f" set train.eval_every={max(1, steps // (2 * MIN_READINGS))}"
+                )
+            if self.sample is Course and steps // every >= MAX_READINGS:
+                raise UserError(
+                    f"{where}: {self.name} tests every evaluation, of {MAX_READINGS - 1} at most,"
+                    f" and train.eval_every={every} gives {steps // every} on {source};"
+                    f" set train.eval_every={math.ceil(steps / (MAX_READINGS // 2))}"
                 )
             if self.arm_cost is not None and not self.arm_cost(arm):
                 raise UserError(f"{where}: {arm.name} has no {self.noun}")
@@ -141,7 +154,10 @@ class Measure:
             names = [entry.name for entry in sides]
             # An arm on both sides of the difference cancels, with its error.
             variance = sum(e.tuning_variance for e in sides if names.count(e.name) == 1)
-        return self.sample(tuple(costs.values()), variance)
+        if self.pair_bounds is None:
+            return self.sample(tuple(costs.values()), variance)
+        found = (self.pair_bounds(run, other, gap) for run, other in gap.runs)
+        return Censored(tuple(costs.values()), variance, tuple(filter(None, found)))
 
     def lead(self, gap: Gap) -> float | None:
         """Return the bound by which the baseline beats the floor; None if it is unknown.
@@ -152,9 +168,10 @@ class Measure:
         if is_lead_in_costs and gap.compares_attention:
             if gap.floor is None:
                 return None
-            sample = self.sample(tuple(self.costs(gap.floor).values()))
-            interval = sample.interval(1 - 2 * ALPHA)
-            return interval and interval[0]
+            # A floor that never reaches the loss is behind by more than any margin.
+            sample = Median if self.is_censored else self.sample
+            interval = sample(tuple(self.costs(gap.floor).values())).interval(1 - 2 * ALPHA)
+            return interval and (-math.inf if gap.floor.baseline_diverged else interval[0])
         return gap.lead if self.unit is Unit.NATS and self.name != "spread" else math.inf
 
     def failures(self, gap: Gap) -> tuple[FailureRisk, FailureRisk] | None:
@@ -165,8 +182,11 @@ class Measure:
         if self.unit is Unit.NATS:
             return risks
         # An outlier answers as one that guesses.
-        best = max(entry.accuracy or 0.0 for entry in gap.sides)
-        size = max(0.0, best if self.name == "exact" else best - (gap.baseline.chance or 0.0))
+        if self.name == "exact":
+            size = max(entry.exact or 0.0 for entry in gap.sides)
+        else:
+            best = max(entry.accuracy or 0.0 for entry in gap.sides)
+            size = max(0.0, best - (gap.baseline.chance or 0.0))
         unit = f"of {self.noun}"
         arm, baseline = (dataclasses.replace(risk, size=size, unit=unit) for risk in risks)
         return arm, baseline
@@ -188,16 +208,23 @@ def _lack(read: Callable[[Record], float | None]) -> PairCost:
     return lambda run, other, gap: excess(other, run, gap)
 
 
-def _tokens_to_loss(run: Record, other: Record, gap: Gap) -> float | None:
-    """Return the log ratio of the tokens after which each reaches the baseline's loss halfway.
+def _tokens_to_loss(run: Record, other: Record, gap: Gap) -> Interval | None:
+    """Return bounds of the log ratio of tokens to the loss that the baseline has halfway.
 
-    It is the mean of the baseline's other runs: the noise of a pair must not choose its target.
+    It is the mean of its other runs: the noise of a pair must not choose its target.
     """
     curve, baseline_curve = run.loss_curves[VAL], other.loss_curves[VAL]
     if not curve or not baseline_curve:
         return None
     curves = [r.loss_curves[VAL] for _, r in gap.runs if r.seeds != other.seeds]
     return log_tokens_ratio(curve, baseline_curve, loss_halfway([*filter(None, curves)]))
+
+
+def _steps_to_loss(run: Record, other: Record, gap: Gap) -> Interval | None:
+    bounds = _tokens_to_loss(run, other, gap)
+    tokens = [entry.tokens / int(entry.arm.config.train.steps) for entry in gap.sides]  # of a step
+    shift = math.log(tokens[1] / tokens[0])
+    return bounds and (bounds[0] + shift, bounds[1] + shift)
 
 
 def loss_halfway(curves: Sequence[LossCurve]) -> float:
@@ -210,12 +237,23 @@ def loss_halfway(curves: Sequence[LossCurve]) -> float:
     return statistics.fmean(losses) if losses else math.nan
 
 
-def log_tokens_ratio(curve: LossCurve, other: LossCurve, target: float) -> float | None:
-    """Return the log ratio of tokens to a loss: ±∞ if one does not reach it, None if neither."""
+def log_tokens_ratio(curve: LossCurve, other: LossCurve, target: float) -> Interval | None:
+    """Return bounds of the log ratio of tokens to a loss; None if neither run reaches it.
+
+    A run that does not reach it needs more tokens than it has trained on.
+    """
     tokens, other_tokens = _first_below(curve, target), _first_below(other, target)
-    if math.inf in (tokens, other_tokens):
-        return None if tokens == other_tokens else math.copysign(math.inf, tokens - other_tokens)
-    return math.log(tokens / other_tokens)
+    if tokens == other_tokens == math.inf:
+        return None
+    low = min(tokens, max(curve)) / other_tokens
+    high = tokens / min(other_tokens, max(other))
+    return math.log(low) if low else -math.inf, math.log(high)
+
+
+def known_number(bounds: Interval) -> float:
+    """Return the number between two bounds: ±∞ where only one of them is known."""
+    low, high = bounds
+    return high if math.isfinite(low) else low
 
 
 def _first_below(curve: LossCurve, loss: float) -> float:
@@ -231,15 +269,19 @@ def _first_below(curve: LossCurve, loss: float) -> float:
     return math.inf
 
 
-def _steps_to_loss(run: Record, other: Record, gap: Gap) -> float | None:
-    cost = _tokens_to_loss(run, other, gap)
-    tokens = [entry.tokens / int(entry.arm.config.train.steps) for entry in gap.sides]  # of a step
-    return None if cost is None else cost + math.log(tokens[1] / tokens[0])
+def _until_loss(name: str, noun: str, pair_bounds: PairBounds) -> Measure:
+    def pair_cost(run: Record, other: Record, gap: Gap) -> float | None:
+        bounds = pair_bounds(run, other, gap)
+        return None if bounds is None else known_number(bounds)
+
+    return Measure(
+        *(name, noun, Unit.RATIO, Censored),
+        pair_cost=pair_cost,
+        pair_bounds=pair_bounds,
+        needs_curve=True,
+    )
 
 
-_until_loss = functools.partial(
-    Measure, unit=Unit.RATIO, sample=Median, needs_curve=True, is_censored=True
-)
 _counted = functools.partial(Measure, unit=Unit.RATIO, sample=Exact)
 _SIZES = ("noninferior", "worse")  # kinds of a measure that is never negative
 _ALL = (
@@ -257,8 +299,8 @@ _ALL = (
     Measure(
         "exact", "exact match", Unit.SHARE, pair_cost=_lack(lambda r: r.exact), needs_task=True
     ),
-    _until_loss("tokens_to_loss", "tokens to the loss", pair_cost=_tokens_to_loss),
-    _until_loss("steps_to_loss", "steps to the loss", pair_cost=_steps_to_loss),
+    _until_loss("tokens_to_loss", "tokens to the loss", _tokens_to_loss),
+    _until_loss("steps_to_loss", "steps to the loss", _steps_to_loss),
     Measure("seconds", "seconds per step", Unit.RATIO, Median, is_solo=True),
     Measure("memory", "peak memory", Unit.RATIO, Median, is_solo=True),
     _counted("kv_bytes", "bytes of the KV cache", arm_cost=lambda arm: arm.kv_cache_numbers or 0),

@@ -31,8 +31,8 @@ class Median(_NoMean):
     """The median of independent numbers of any distribution, by their order.
 
     Interval and tests are those of the sign test: they hold for skewed, heavy-tailed and censored
-    numbers. A number that is only known to lie beyond all that can be observed is ±∞: it takes part
-    by its order, and a bound is infinite where too many are unknown.
+    numbers. A number beyond all others is ±∞: it takes part by its order, and a bound is infinite
+    where too many are.
     """
 
     @cached_property
@@ -70,6 +70,28 @@ class Median(_NoMean):
     def power_within(self, n: int, mean: float, sd: float, bound: float, alpha: float) -> float:
         sides = ((bound, False), (-bound, True))
         return max(0.0, sum(self.power(n, mean, sd, b, alpha, above=a) for b, a in sides) - 1)
+
+
+@dataclass(frozen=True)
+class Censored(Median):
+    """The median of numbers of which some are known only to lie above or below a bound.
+
+    Such a number is ±∞ among the values, and has its bound in `bounds`, where the others have
+    themselves twice. In a test it counts where its bound decides.
+    """
+
+    bounds: tuple[Interval, ...] = ()
+
+    def interval(self, level: float = 1 - ALPHA) -> Interval | None:
+        lows, highs = (Median(tuple(bound[i] for bound in self.bounds)) for i in (0, 1))
+        low, high = lows.interval(level), highs.interval(level)
+        return low and high and (low[0], high[1])
+
+    def p_below(self, bound: float) -> float:
+        return _sign_test(sum(high < bound for _, high in self.bounds), self.n)
+
+    def p_above(self, bound: float) -> float:
+        return _sign_test(sum(low > bound for low, _ in self.bounds), self.n)
 
 
 @lru_cache(maxsize=4096)

@@ -27,6 +27,7 @@ from typing import NamedTuple
 import numpy as np
 from scipy import optimize, stats
 
+from qkablate.analysis.claims.samples import Exact
 from qkablate.analysis.comparison.decision import Verdict
 from qkablate.analysis.comparison.gaps import Gap, is_sensitive
 from qkablate.analysis.outliers import FailureRisk, measure_risks
@@ -108,6 +109,8 @@ class Part:
     @property
     def p_refuted(self) -> float:
         """P-value against the part's being true."""
+        if isinstance(self.sample, Exact):  # also where it lies on the bound
+            return 1 - self.p_supported if self.sample.values else 1.0
         if self.kind == "equivalent":
             return min(1.0, 2 * min(self.p_above(self.margin), self.p_below(-self.margin)))
         return (self.p_below if self.kind == "worse" else self.p_above)(self._bound)

@@ -83,7 +83,9 @@ def _difference_interval(first: Sample, second: Sample, level: float) -> Interva
     ends = first.interval(level), second.interval(level)
     if ends[0] is None or ends[1] is None:
         return None
-    return ends[1][0] - ends[0][1], ends[1][1] - ends[0][0]
+    low, high = ends[1][0] - ends[0][1], ends[1][1] - ends[0][0]
+    # Of two infinite ends the difference may be any number.
+    return -math.inf if math.isnan(low) else low, math.inf if math.isnan(high) else high
 
 
 def sample_runs(archive: Archive, count: int) -> list[str]:

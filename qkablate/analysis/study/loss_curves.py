@@ -15,7 +15,7 @@ from qkablate.runs.records import decode_row, is_number, read_result, sha256
 LossCurve = dict[int, float]  # loss by tokens
 VAL, TRAIN = "val/loss", "train/loss"
 START = "start"  # validation loss at step 0, which has no place on a logarithmic axis of tokens
-_MAX_READINGS = 64  # of an unthinned curve
+MAX_READINGS = 64  # of an unthinned curve
 _TOKENS = re.compile(rb'"tokens": ?(\d{1,18})')
 
 
@@ -34,7 +34,7 @@ def read_loss_curves(
     for metric in (VAL, TRAIN):
         sign = f'"{metric}"'.encode()
         rows = [line for line in lines if sign in line]
-        for line in rows if len(rows) <= _MAX_READINGS else _thin_lines(rows):
+        for line in rows if len(rows) <= MAX_READINGS else _thin_lines(rows):
             try:
                 curves[metric] |= _read_loss(line, metric)
             except ValueError:

@@ -6,6 +6,7 @@ A pair is one document: its source, the byte 0, its target.
 import csv
 import hashlib
 import itertools
+import re
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 
@@ -92,12 +93,17 @@ def _file_pairs(files: list[Path], config: DataConfig) -> Iterator[tuple[str, It
     if files == sources.parallel_files(config):
         yield "", _checked(_parallel_pairs(files), f"'{files[0]}' and '{files[1]}'")
         return
-    splits = [hub.split_of(file.name.partition(".")[0]) for file in files]
+    splits = [hub.split_of(re.split(r"[^A-Za-z]", file.name)[0]) for file in files]
     pairs = [_checked(_row_pairs(file, config), f"'{file}'") for file in files]
     if not {"val", "test"} & {*splits}:
         yield "", itertools.chain.from_iterable(pairs)
     elif missing := [split for split in SPLITS if split not in splits]:
         raise UserError(f"data.path: '{config.path}' has no file for {' and '.join(missing)}")
+    elif "" in splits:
+        raise UserError(
+            f"data.path: '{files[splits.index('')]}' is of no split: its name begins with neither"
+            f" {', '.join(SPLITS[:-1])} nor {SPLITS[-1]}, as those of other files do"
+        )
     else:
         yield from zip(splits, pairs, strict=True)
 
@@ -163,8 +169,8 @@ def _rows(file: Path) -> Iterator[tuple[int, dict[str, object]]]:
         reader = csv.reader(lines)
     else:
         raise UserError(f"data.path: '{file}' is not a .jsonl, .tsv or .csv file")
-    columns = next(reader, [])
     try:
+        columns = next(reader, [])
         for cells in reader:
             if len(cells) != len(columns):
                 raise UserError(

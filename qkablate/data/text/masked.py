@@ -103,7 +103,7 @@ class MaskedText:
         is read, and its answers are counted by document; `by_document`, those of validation are,
         too. The last batch is filled with windows that do not count.
         """
-        total = self.tokens["val" if split == "train" else split]
+        total = self._readable(split)
         windows = -(-total // self.length)
         count = windows if limit is None or limit >= total else max(1, limit // self.length)
         rows = np.arange(count) if split == "test" else evenly_spaced(count, windows)
@@ -120,15 +120,20 @@ class MaskedText:
         return total if limit is None else min(total, max(1, limit // self.length) * self.length)
 
     def sample(self, split: str, *, count: int, context: int) -> Batch:
-        rows = evenly_spaced(count, self.tokens[split] // self.length)
+        rows = evenly_spaced(count, self._readable(split) // self.length)
         return self._read(split, rows, np.ones(len(rows), bool))
+
+    def _readable(self, split: str) -> int:
+        """Return how many tokens of a split are evaluated at most."""
+        limit = self.tokens["val"] if split == "train" else self.tokens[split]
+        return min(self.tokens[split], limit)
 
     def _read(
         self, split: str, rows: np.ndarray, counts_N: np.ndarray, groups: np.ndarray | None = None
     ) -> Batch:
         """Return windows of a split by number; the masks of each depend on nothing else."""
         tokens = self.corpus.split(split)
-        total = self.tokens["val" if split == "train" else split]
+        total = self._readable(split)
         starts_N = np.minimum(rows * self.length, total - self.length)
         parts = [
             self.mask_windows(

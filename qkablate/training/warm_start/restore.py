@@ -16,6 +16,7 @@ from qkablate.config import Config, check, explain
 from qkablate.config.data import PADDED_SOURCES, has_masks
 from qkablate.data import TASKS, open_task, task_words, tokenizers
 from qkablate.data.pairs.sentences import Sentences, TaskSentences, TextSentences
+from qkablate.disk import expand_user
 from qkablate.errors import UserError, print_stderr
 from qkablate.models.base import Model
 from qkablate.models.build import build_model
@@ -190,7 +191,7 @@ def _check_file(file: str, name: str, sha256: str) -> None:
     if Path(file).stem != name:
         raise UserError(f"variant.file: '{file}' must have the name of the circuit, '{name}.py'")
     try:
-        content = Path(file).expanduser().read_bytes()
+        content = expand_user("variant.file", file).read_bytes()
     except OSError as error:
         raise UserError(f"variant.file: cannot read '{file}': {error.strerror}") from None
     if hashlib.sha256(content).hexdigest() != sha256:

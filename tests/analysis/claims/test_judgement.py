@@ -237,6 +237,26 @@ def test_there_is_no_verdict_before_all_runs_have_ended(world, state):
     assert judged(made, own).word == "SUPPORTED"
 
 
+def test_seeds_that_only_confirm_a_choice_are_derived_from_the_claim(world):
+    """Without a floor, no arm's search uses all tuning seeds at first."""
+    grid = {"variant": "standard", "model.heads": "2,4"}
+    part = {"arm": {"model.heads": 4}, "against": {"model.heads": 2}}
+    own = claim(3, grid, 3, within=part)
+    made = frozen(world, own).finish(lambda run: 2.0)
+    seeds = {run.changes["seed"] for run in made.manifest.runs if run.tuning}
+    assert len(seeds) == 1
+    assert judged(made, own).exploratory == []
+
+
+def test_pairs_of_several_batch_sizes_are_compared_separately(world):
+    own = claim(3, GRID | {"train.batch_size": "1,2"})
+    found = judged(frozen(world, own).finish(lambda run: 2.0), own)
+    assert [part.part.name for part in found.parts] == [
+        "within batch_size=1",
+        "within batch_size=2",
+    ]
+
+
 def test_with_tuning_the_runs_that_follow_are_waited_for(world):
     own = claim(3, tuning_seeds=1)
     made = frozen(world, own)

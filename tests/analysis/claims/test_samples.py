@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from scipy import stats
 
-from qkablate.analysis.claims.samples import Course, Exact, Median
+from qkablate.analysis.claims.samples import Censored, Course, Exact, Median
 from qkablate.analysis.claims.verdict import Part, judge_parts
 from qkablate.analysis.comparison.decision import Verdict
 from qkablate.analysis.stats import Sample
@@ -47,6 +47,34 @@ def test_order_of_censored_numbers_is_enough():
     assert high == math.inf
     assert Median(known[:4] + (math.inf,) * 6).mean == math.inf
     assert sample.sd is None
+
+
+def test_a_bound_counts_only_where_it_decides():
+    """Half of the numbers are only known to be above 0.1."""
+    bounds = ((1.0, 1.0),) * 8 + ((0.1, math.inf),) * 8
+    sample = Censored((1.0,) * 8 + (math.inf,) * 8, 0.0, bounds)
+    assert sample.p_above(0.05) == 0.5**16
+    assert sample.p_above(0.4) == pytest.approx(0.598, abs=1e-3)  # 8 of 16
+    assert sample.p_below(2.0) == pytest.approx(0.598, abs=1e-3)
+    assert sample.interval(0.9) == (0.1, math.inf)
+    mirrored = Censored(
+        tuple(-value for value in sample.values), 0.0, tuple((-b, -a) for a, b in bounds)
+    )
+    assert mirrored.p_below(-0.4) == sample.p_above(0.4)
+    assert mirrored.interval(0.9) == (-math.inf, -0.1)
+    known = numbers(16)
+    exact = Censored(known, 0.0, tuple((x, x) for x in known))
+    assert exact.interval(0.9) == Median(known).interval(0.9)
+    assert exact.p_below(0.3) == Median(known).p_below(0.3)
+    assert Censored(()).interval() is None
+    assert Censored(()).p_below(0) == 1
+
+
+@pytest.mark.parametrize(("kind", "size"), [("better", -0.1), ("worse", 0.1), ("noninferior", 0.1)])
+def test_exact_number_on_the_bound_refutes_what_it_does_not_support(kind, size):
+    part = Part("cache", kind, 0.1, Exact((size,)))
+    assert (part.p_supported, part.p_refuted) == (1, 0)
+    assert Part("cache", kind, 0.1, Exact(())).p_refuted == 1
 
 
 def test_distribution_does_not_matter_to_a_median():

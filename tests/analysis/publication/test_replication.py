@@ -85,6 +85,8 @@ def test_missing_and_diverged_parts_do_not_agree():
 def test_counted_numbers_must_be_equal_and_medians_overlap():
     assert agree(judge(Exact((0.5,))), judge(Exact((0.5,)))) == [True]
     assert agree(judge(Exact((0.5,))), judge(Exact((0.51,)))) == [False]
+    endless = Median((math.inf,) * 8)
+    assert agree(judge(endless), judge(endless)) == [True]
     low, high = Median(tuple(range(10))), Median(tuple(range(20, 30)))
     assert agree(judge(low, low), judge(low, high)) == [True, False]
 

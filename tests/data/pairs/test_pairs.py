@@ -143,7 +143,27 @@ def test_files_named_by_splits_are_published(write, tmp_path):
         open_corpus(data)
 
 
+def test_numbered_files_are_of_the_split_that_their_names_begin_with(write, tmp_path):
+    parts = (("train-00000", ROWS[:20]), ("validation-00000", ROWS[30:33]), ("test_0", ROWS[20:30]))
+    for name, part in parts:
+        data = write(f"set/{name}.tsv", rows_of("tsv", part), path=tmp_path / "set")
+    pairs = open_data(data, MODEL)
+    assert sorted(texts(pairs, "train")) == sorted(ROWS[:20])
+    assert sorted(texts(pairs, "val")) == sorted(ROWS[30:33])
+    assert sorted(texts(pairs, "test")) == sorted(ROWS[20:30])
+    write("set/more.tsv", rows_of("tsv", ROWS[33:]))
+    with pytest.raises(
+        UserError, match=r"more.tsv' is of no split: .* neither train, val nor test"
+    ):
+        open_corpus(data)
+
+
 MISTAKES = {
+    "csv cell": (
+        "a.csv",
+        "de,en," + "x" * 200_000 + "\n",
+        "line 1 of '.*a.csv' is not a row: field larger than field limit",
+    ),
     "jsonl column": (
         "a.jsonl",
         '{"de": "x", "fr": "y"}\n',

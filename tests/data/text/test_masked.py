@@ -126,6 +126,17 @@ def test_a_split_is_read_whole_and_counted_by_document(text):
     assert val.slices == {}  # the accuracy is counted, too
 
 
+@pytest.mark.parametrize("limit", [None, 500])
+def test_a_training_split_shorter_than_validation_is_read_whole(config, limit):
+    text = open_data(dataclasses.replace(config, max_tokens=1000), ENCODER)
+    assert text.tokens["train"] < text.tokens["val"]
+    batches = [*text.split_batches("train", batch_size=8, context=40, limit=limit)]
+    assert all(batch.inputs[0].shape == (8, 40) for batch in batches)
+    counted = sum(int((batch.targets_NA[:, 0] != IGNORE).sum()) for batch in batches)
+    assert counted == (-(-text.tokens["train"] // 40) if limit is None else limit // 40)
+    assert text.sample("train", count=4, context=40).inputs[0].shape == (4, 40)
+
+
 def test_fingerprint_is_that_of_the_masked_text(config, text):
     causal = dataclasses.replace(config, objective="causal")
     plain = open_data(causal, ModelConfig(context=40))
