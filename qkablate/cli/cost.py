@@ -207,6 +207,9 @@ def _print(costs: list[Cost], configs: list[Config], vocabulary: int) -> None:
     model, differing = configs[0].model, varied[0]
     shared = {
         "model.layers": format_count(model.layers, "layer"),
+        "model.encoder_layers": f"encoder {format_count(deep, 'layer')}"
+        if (deep := model.encoder_layers)
+        else "",
         "model.d_model": f"d {model.d_model:,}",
         "model.encoder_d_model": f"encoder d {wide:,}" if (wide := model.encoder_d_model) else "",
         "model.heads": format_count(model.heads, "head"),

@@ -233,8 +233,11 @@ def _read_sweeps(out: str, wanted: Mapping[str, list[Any]]) -> list[dict[str, An
             rows += [row] if not wanted else []
             continue
         counts = {status: n for status, n in state.status_counts().items() if n}
-        status = "done" if state.is_finished() else "unfinished"
-        row["status"] = "running" if state.is_running() or counts.get("running") else status
+        if state.is_finished():  # also where a launcher of another machine may still be there
+            row["status"] = "done"
+        else:
+            is_running = state.is_running() or counts.get("running")
+            row["status"] = "running" if is_running else "unfinished"
         row |= {"runs": state.expected_runs(), "counts": counts}
         arms = {name: flatten(arm.config) for name, arm in state.manifest.arms.items()}
         for key in ("variant", "data", "steps"):

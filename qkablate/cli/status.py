@@ -94,7 +94,7 @@ def main(argv: list[str]) -> int:
             print("\n".join(map(screen.paint_words, lines)))
             if missing := describe_missing_runs(sweep_state):
                 print_text(sanitize(f"  {missing}"))
-            is_running = sweep_state.is_running()
+            is_running = sweep_state.is_running() and not sweep_state.is_finished()
             if is_running and not counts["running"]:
                 print("  its launcher is starting or waiting for runs")
             if counts["done"]:

@@ -1,5 +1,6 @@
 """`qkablate sync`: upload offline logs to Weights & Biases."""
 
+import itertools
 from collections.abc import Iterable
 from contextlib import suppress
 from pathlib import Path
@@ -83,15 +84,16 @@ def _find_folders(words: list[str], out: str) -> dict[Path, bool]:
     for word in words:
         kind, folder = find_by_name(word, out, ("sweep", "run"))
         (runs if kind == "run" else sweeps).append(folder)
-    busy: dict[Path, bool] = {}
+    launchers: dict[Path, list[Path]] = {}
     for sweep in sweeps:
         sweep_state = SweepState(read_manifest(sweep))
-        busy[sweep] = sweep_state.is_running()
+        launchers[sweep] = sweep_state.launcher_folders()
         if words:  # without them `runs` has all
             sweep_state.refresh()
             runs += [state.folder for state in sweep_state.states.values()]
     runs = [run for run in dict.fromkeys(runs) if run.is_dir()]
-    observer = observe_leases(runs)
+    observer = observe_leases([*runs, *itertools.chain(*launchers.values())])
+    busy = {sweep: any(map(observer.is_leased, found)) for sweep, found in launchers.items()}
     return {run: observer.is_leased(run) for run in runs} | busy
 
 

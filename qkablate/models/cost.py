@@ -15,6 +15,7 @@ from qkablate.attention import Attention
 from qkablate.config import Config, ModelConfig, flatten
 from qkablate.config.variant import SITES, stream_width
 from qkablate.models.base import AttentionLayer, Model
+from qkablate.models.catalogue import encoder_layers
 from qkablate.models.gpt import GPT
 from qkablate.models.mlp import MLP, SwiGLU, count_matrix_elements
 
@@ -154,7 +155,9 @@ def describe_cost(config: Config, model: Model, vocabulary: int) -> list[dict[st
                 "site": site,
                 "d_model": stream_width(config.model, site),
                 "heads": config.model.heads,
-                "layers": config.model.layers,
+                "layers": (
+                    encoder_layers(config.model) if site == "encoder" else config.model.layers
+                ),
                 "context": context,
                 "source": source if len(layers) > 1 else None,
                 "vocabulary": vocabulary,

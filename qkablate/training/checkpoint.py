@@ -81,7 +81,7 @@ def save(
     final = folder / f"step-{checkpoint.progress.step:08d}"
     temporary = folder / f".{final.name}.tmp"
     for unfinished in folder.glob(".step-*.tmp"):
-        shutil.rmtree(unfinished)
+        shutil.rmtree(unfinished, ignore_errors=True)  # a launcher may be removing it, too
     temporary.mkdir()
     weights = {name: tensor.contiguous() for name, tensor in checkpoint.weights.items()}
     safetensors.torch.save_file(weights, temporary / _FILES[0])

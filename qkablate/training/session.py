@@ -58,7 +58,7 @@ class _RunWriter:
     def branch(self, state: checkpoint.Checkpoint) -> None:
         self.lease.verify()
         state.progress.metrics_end = self.metrics.sync()
-        write_branch(self.plan, state)
+        write_branch(self.plan, state, self.lease.verify)
 
     def write(self, function: Callable[..., None], *content: Any) -> None:
         self.lease.verify()
@@ -151,9 +151,10 @@ def train_session(
     notes += plan.notes
     # Raises UserError before anything is written.
     start = None if checkpoint.find_checkpoints(run.checkpoints) else _load_start(plan)
+    lease.verify()  # this process may have been suspended, and another one train the run by now
     environment.write(plan, ranks.count)
     _send_job(ranks, plan)
-    notes += _remove_failure(run)
+    notes += _remove_failure(run, lease)
     content = result.make_base_result(plan, packed, ranks.count, program_runs)
     trainer: Trainer | None = None
     branched: checkpoint.Checkpoint | None = None
@@ -165,10 +166,10 @@ def train_session(
             if resumed:
                 notes.append(f"resuming from step {resumed.progress.step}")
             else:
-                lease.verify()
-                branched = start_from_branch(plan, branching, device, notes.append)
+                branched = start_from_branch(plan, branching, device, notes.append, lease.verify)
                 resumed = branched or start or _load_start(plan)
             progress = resumed.progress if resumed else checkpoint.TrainProgress()
+            lease.verify()
             metrics = MetricsFile(run.metrics, progress.metrics_end)
             stack.callback(metrics.close)
             terminal = Terminal(run.label, int(plan.config.train.steps), progress.step)
@@ -182,7 +183,9 @@ def train_session(
             stack.callback(_close_wandb, wandb_run, plan, content)
             if branched and wandb_run.is_on:
                 for line in read_file(run.metrics).splitlines():
-                    wandb_run.log(decode_row(line))
+                    row = decode_row(line)
+                    row.pop("crc32", None)
+                    wandb_run.log(row)
             write = partial(checkpoint.save, run.checkpoints, verify=lease.verify)
             checkpoints = CheckpointWriter(plan.config.device, write)
             writer = _RunWriter(lease, plan, metrics, checkpoints)
@@ -242,9 +245,10 @@ def _load_start(plan: RunPlan) -> checkpoint.Checkpoint | None:
     return load_or_project(plan.run, plan.config, plan.data, plan.build())
 
 
-def _remove_failure(run: Run) -> list[str]:
+def _remove_failure(run: Run, lease: Lease) -> list[str]:
     """Remove what a failed session left; return notes."""
     damaged = run.result is None and (run.folder / "result.json").exists()
+    lease.verify()
     for name in ("result.json", "error.txt"):
         (run.folder / name).unlink(missing_ok=True)
     return ["result.json is damaged: it is written again"] * damaged

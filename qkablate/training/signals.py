@@ -34,9 +34,13 @@ class Signals:
     @contextmanager
     def listen(self) -> Iterator[None]:
         """Handle the stop signals until the context ends."""
-        numbers = set(_STOP_SIGNALS)
-        if signal.getsignal(signal.SIGHUP) == signal.SIG_IGN:  # nohup
-            numbers.remove(signal.SIGHUP)
+        # nohup ignores SIGHUP, and where a job handles SIGUSR2 its processes ignore it.
+        ignored = {
+            number
+            for number in (signal.SIGHUP, signal.SIGUSR2)
+            if signal.getsignal(number) == signal.SIG_IGN
+        }
+        numbers = {*_STOP_SIGNALS} - ignored
         try:
             before = {number: signal.signal(number, self._handle) for number in numbers}
         except ValueError:  # only the main thread can handle signals

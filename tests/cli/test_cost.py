@@ -121,6 +121,13 @@ def test_precision_sets_the_bytes_of_a_number(qkablate):
     assert half["standard"]["kv_bytes_per_token"] == 8 * half["mqa"]["kv_bytes_per_token"]
 
 
+def test_layers_of_an_encoder_are_its_own(qkablate):
+    words = ("cost", "model=nano_translator", "model.layers=2", "model.encoder_layers=6")
+    rows = json.loads(qkablate(*words, "--json").out)
+    assert {row["site"]: row["layers"] for row in rows} == {"encoder": 6, "decoder": 2, "cross": 2}
+    assert "2 layers, encoder 6 layers, d " in qkablate(*words).out
+
+
 def test_translator_has_a_row_per_site(qkablate):
     words = ("variant=standard,no_k", "model=nano_translator", "model.source=24", "precision=bf16")
     found = json.loads(qkablate("cost", *words, "--json").out)

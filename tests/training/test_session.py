@@ -362,7 +362,11 @@ def content(*roots: Path) -> dict[Path, bytes]:
 
 
 @pytest.mark.parametrize(
-    ("moment", "woken"), [("step", True), ("step", False), ("reading", False), ("failing", False)]
+    ("moment", "woken"),
+    [
+        *(("starting", True), ("loading", True), ("step", True)),
+        *(("step", False), ("reading", False), ("failing", False)),
+    ],
 )
 def test_nothing_is_written_after_losing_the_lease(
     qkablate, tiny, tmp_path, monkeypatch, moment, woken
@@ -397,8 +401,19 @@ def test_nothing_is_written_after_losing_the_lease(
         if moment == "failing":
             raise MemoryError
 
+    def start(plan, original=session._load_start):
+        if moment == "starting":  # before it writes anything
+            taken_over()
+        return original(plan)
+
+    def load(*args, original=session.checkpoint.load_newest):
+        found = original(*args)
+        if moment == "loading":
+            taken_over()
+        return found
+
     def step(self, step, original=Trainer._step):
-        if step == 7 and moment != "reading":  # a row is due after it, and a checkpoint
+        if step == 7 and moment in ("step", "failing"):  # a row is due after it, and a checkpoint
             taken_over()
         return original(self, step)
 
@@ -415,6 +430,8 @@ def test_nothing_is_written_after_losing_the_lease(
     monkeypatch.setattr(lease, "HEARTBEAT", 1000.0)
     monkeypatch.setattr(lease, "_lock_scope", lambda descriptor: {"boot": kernel, "device": 1})
     monkeypatch.setattr(session, "train_run", run)
+    monkeypatch.setattr(session, "_load_start", start)
+    monkeypatch.setattr(session.checkpoint, "load_newest", load)
     monkeypatch.setattr(Trainer, "_step", step)
     monkeypatch.setattr(Trainer, "evaluate", evaluate)
     done = qkablate("train", *tiny, "out=rough")

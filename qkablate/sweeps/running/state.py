@@ -89,19 +89,28 @@ class SweepState:
     def register_launcher(self) -> Iterator[None]:
         """Show to others that this process runs the sweep."""
         own = self._launchers / f"{socket.gethostname()}-{os.getpid()}"
-        for other in self._launchers.glob("*"):
-            # It was killed. One without a lease may be about to take it.
-            if any(other.glob("lease/[0-9]*")) and not self._observer.is_leased(other):
-                shutil.rmtree(other, ignore_errors=True)
+        self._remove_killed_launchers()
         try:
             with hold_lease(own):
                 yield
+                # By now it is known of those on other machines, or from before a reboot, too.
+                self._remove_killed_launchers()
         finally:
             shutil.rmtree(own, ignore_errors=True)
 
+    def launcher_folders(self) -> list[Path]:
+        """Return the folders of all launchers, also of those that were killed."""
+        return sorted(self._launchers.glob("*"))
+
+    def _remove_killed_launchers(self) -> None:
+        for folder in self.launcher_folders():
+            # One without a lease may be about to take it.
+            if any(folder.glob("lease/[0-9]*")) and not self._observer.is_leased(folder):
+                shutil.rmtree(folder, ignore_errors=True)
+
     def is_running(self) -> bool:
         """Return whether any launcher runs the sweep now."""
-        return any(map(self._observer.is_leased, self._launchers.glob("*")))
+        return any(map(self._observer.is_leased, self.launcher_folders()))
 
     def refresh_run(self, state: RunState) -> None:
         """Read one run. Its id identifies the folder, whatever the label in its name."""

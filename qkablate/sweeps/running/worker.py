@@ -133,7 +133,8 @@ def _train_program(task: base.RunTask) -> int:
     tasks = (task, *task.others)
     for one in tasks:
         make_folder(one.folder)
-        log = open(open_append(one.folder / base.LOG_FILE), "a", encoding="utf-8")  # noqa: SIM115
+        # By lines: this process ends without closing it.
+        log = open(open_append(one.folder / base.LOG_FILE), "a", 1, encoding="utf-8")  # noqa: SIM115
         with redirect_stdout(log), redirect_stderr(log), _exit_code() as code:
             planned, observer = _plan(one)
             packed = task.packed - 1 + len(tasks)

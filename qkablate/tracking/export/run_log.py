@@ -73,7 +73,8 @@ def read_run_log(folder: Path) -> RunLog:
         raise UserError(f"'{folder}' is not a run that can be read: {error}") from None
     if not isinstance(config.get("id"), str):
         raise UserError(f"'{folder}' is not a run that can be read: it has no id")
-    start = (folder / "config.yaml").stat().st_mtime
+    begun = folder / "environment.json"  # later sessions write the config anew, and keep this
+    start = (begun if begun.exists() else folder / "config.yaml").stat().st_mtime
     contents = [_read(folder / name) for name in ("config.yaml", "metrics.jsonl", "result.json")]
     lines, names = contents[1].splitlines(), _layer_names(config)
     rows = [row for line in lines if (row := _read_row(line, start, names))]

@@ -2,7 +2,7 @@
 
 import dataclasses
 import json
-from collections.abc import Collection
+from collections.abc import Callable, Collection
 from pathlib import Path
 
 import numpy as np
@@ -59,7 +59,7 @@ def write_predictions_of_branches(
     predictions.write_predictions(folder / FOLDER, header, log_PV)
 
 
-def write_branch(plan: RunPlan, state: Checkpoint) -> None:
+def write_branch(plan: RunPlan, state: Checkpoint, verify: Callable[[], None]) -> None:
     """Keep a checkpoint with the rows until then, unless there is one at this step."""
     run, step = plan.run, state.progress.step
     prefix, existing = find_prefix(plan.config, plan.identity), branch_path(run.folder, step)
@@ -75,4 +75,4 @@ def write_branch(plan: RunPlan, state: Checkpoint) -> None:
     )
     rows = read_file(run.metrics)[: state.progress.metrics_end]
     others = {ROWS_FILE: rows, ORIGIN_FILE: json.dumps(dataclasses.asdict(origin)).encode()}
-    checkpoint.save(run.folder / FOLDER, state, keep=None, others=others)
+    checkpoint.save(run.folder / FOLDER, state, keep=None, others=others, verify=verify)

@@ -23,11 +23,16 @@ from qkablate.training.warm_start.restore import check_shapes
 
 
 def start_from_branch(
-    plan: RunPlan, branching: Branching, device: str, note: Callable[[str], None]
+    plan: RunPlan,
+    branching: Branching,
+    device: str,
+    note: Callable[[str], None],
+    verify: Callable[[], None] = lambda: None,
 ) -> Checkpoint | None:
     """Return the checkpoint of a branch, which becomes the run's own, with its rows.
 
-    None, unless the run would have come to the same state by itself: then it trains alone.
+    None, unless the run would have come to the same state by itself: then it trains alone. `verify`
+    raises if the run is another process's by now.
     """
     path = branching.start
     if path is None:
@@ -48,9 +53,11 @@ def start_from_branch(
         note(f"'{path}' is not used, and the run trained from its start: {reason}")
         return None
     note(f"starting from step {origin.step} of run {path.parent.parent.name}")
+    verify()
     environment.record_branch(plan.run.folder, origin)
     write_atomic(plan.run.metrics, rows)
-    checkpoint.save(plan.run.checkpoints, state)  # last: from now on the run resumes from it
+    # Last: from now on the run resumes from it.
+    checkpoint.save(plan.run.checkpoints, state, verify=verify)
     return state
 
 

@@ -6,6 +6,7 @@ from types import SimpleNamespace
 
 import pytest
 
+from qkablate.runs import lease
 from qkablate.runs.lease import hold_lease
 from qkablate.sweeps.running.state import SweepState, latest_metrics
 
@@ -25,6 +26,21 @@ def test_only_killed_launchers_are_removed(tmp_path):
         assert sweep_state.is_running()
         assert coming.exists()
         assert not killed.exists()
+    assert not sweep_state.is_running()
+
+
+def test_launchers_of_before_a_reboot_are_removed_when_another_ends(tmp_path, monkeypatch):
+    """Only their silence tells that they are gone."""
+    record = tmp_path / "launchers" / "there-1" / "lease" / "00000001"
+    record.parent.mkdir(parents=True)
+    holder = {"token": "t", "host": "h", "pid": 7, "boot": "before", "device": 1, "since": "then"}
+    record.write_text(json.dumps(holder) + "\n...")
+    sweep_state = SweepState(SimpleNamespace(folder=tmp_path, out=str(tmp_path), runs=[]))
+    assert sweep_state.is_running()
+    with sweep_state.register_launcher():
+        assert record.exists()
+        monkeypatch.setattr(lease, "TIMEOUT", 0.0)
+    assert not record.exists()
     assert not sweep_state.is_running()
 
 

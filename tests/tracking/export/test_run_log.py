@@ -1,5 +1,7 @@
 """Logs that an export reads from run folders."""
 
+import os
+
 import pytest
 
 from qkablate.errors import UserError
@@ -27,6 +29,13 @@ def test_rows_hold_numbers_only(folder):
     log = read_run_log(folder)
     assert all(type(x) in (int, float) for row in log.rows for x in row.metrics.values())
     assert "qk/stable_rank/L0" in {name for row in log.rows for name in row.metrics}
+
+
+def test_log_starts_with_the_first_session(folder):
+    """Every session writes the config anew."""
+    began = (folder / "environment.json").stat().st_mtime
+    os.utime(folder / "config.yaml", (began + 3600, began + 3600))
+    assert read_run_log(folder).start == began
 
 
 def test_damaged_rows_are_counted(folder):
