@@ -10,7 +10,7 @@ from qkablate.training.signals import Signals
 
 @pytest.mark.parametrize("number", [signal.SIGHUP, signal.SIGUSR2])
 def test_signals_that_the_process_ignores_stay_ignored(number):
-    """As under nohup, or in a job that handles SIGUSR2 itself and then sends SIGTERM."""
+    """Jobs handle SIGUSR2 themselves, and then send SIGTERM."""
     before = signal.signal(number, signal.SIG_IGN)
     try:
         signals = Signals()
