@@ -84,8 +84,8 @@ class Engine(Protocol):
     is_remote: bool  # runs are trained on other machines than the launcher's
     poll_interval: float = 0.5  # seconds
 
-    def adopt(self, ids: Collection[str]) -> list[str]:
-        """Return those of the given runs whose jobs an earlier launcher has left behind."""
+    def adopt(self, ids: Collection[str]) -> list[list[str]]:
+        """Return the runs of each job, of any of these, that an earlier launcher has left."""
         return []
 
     def start(self, task: RunTask) -> None:

@@ -125,8 +125,8 @@ class Launcher:
     def _adopt(self) -> None:
         """Take over the jobs that an earlier launcher has left with the engine."""
         open_ids = [state.run.id for state in self._states() if state.status not in ENDED]
-        for id in self.engine.adopt(open_ids):
-            self._follow([self.sweep_state.states[id]])
+        for ids in self.engine.adopt(open_ids):
+            self._follow(ids[0], [self.sweep_state.states[id] for id in ids if id in open_ids])
         if self._own:
             count = format_count(len(self._own), "run")
             self.table.note(f"{count} still with the engine from an earlier session")
@@ -207,7 +207,7 @@ class Launcher:
         members = [state, *self._find_others(state)]
         first, *others = [self._make_task(member, packed) for member in members]
         self.engine.start(dataclasses.replace(first, others=tuple(others)))
-        self._follow(members)
+        self._follow(id, members)
 
     def _make_task(self, state: RunState, packed: int) -> base.RunTask:
         id, retry = state.run.id, state.status == "failed"
@@ -241,9 +241,9 @@ class Launcher:
     def _plan_branching(self, state: RunState) -> Branching:
         return NO_BRANCHING if self._prefixes is None else self._prefixes.plan_branching(state)
 
-    def _follow(self, members: list[RunState]) -> None:
-        """Count the runs of a process among those of this launcher."""
-        self._programs[members[0].run.id] = [state.run.id for state in members]
+    def _follow(self, first: str, members: list[RunState]) -> None:
+        """Count the runs of a process, named by the first it began with, among this launcher's."""
+        self._programs[first] = [state.run.id for state in members]
         for state in members:
             id = state.run.id
             self._tried.add(id)

@@ -210,7 +210,7 @@ def engine(monkeypatch, tmp_path):
     ],
 )
 def test_runs_taken_away_by_slurm_are_requeued(engine, tmp_path, state, code, goes_on):
-    batch = JobArray.create(tmp_path, ["run"], 1)
+    batch = JobArray.create(tmp_path, [["run"]], 1)
     batch.file(0).write_text(json.dumps({"code": code}))
     exit = engine._find_exit(ArrayTask("run", batch, 0, "7"), QueueEntry("7", state, "node", ""))
     assert (exit.code, bool(exit.requeue_reason)) == (code, goes_on)
@@ -224,13 +224,30 @@ def test_array_removed_by_another_launcher_is_already_running(engine, tmp_path):
 def test_logs_of_tasks_without_an_exit_are_kept(engine, tmp_path):
     folder = tmp_path / "sweep" / "slurm"
     folder.mkdir()
-    silent, told = JobArray.create(folder, ["a"], 1), JobArray.create(folder, ["b"], 1)
-    crashed = JobArray.create(folder, ["c"], 1)
+    silent, told = JobArray.create(folder, [["a"]], 1), JobArray.create(folder, [["b"]], 1)
+    crashed = JobArray.create(folder, [["c"]], 1)
     told.file(0).write_text('{"code": 0}')
     crashed.file(0).write_text('{"code": -6}')
-    assert engine.adopt(["a", "b", "c"]) == ["c"]  # a crash that was not reported yet
+    assert engine.adopt(["a", "b", "c"]) == [["c"]]  # a crash that was not reported yet
     assert [exit.code for exit in engine.wait_for_exits(0.0)] == [-6]
     assert [batch.folder.exists() for batch in (silent, told, crashed)] == [True, False, False]
+
+
+def test_all_runs_of_a_program_are_taken_over(engine, monkeypatch, tmp_path):
+    """Also where its first run has ended since, or an earlier version wrote the folder."""
+    folder = tmp_path / "sweep" / "slurm"
+    folder.mkdir()
+    program, alone = JobArray.create(folder, [["a", "b", "c"]], 1), folder / "0123456789ab"
+    alone.mkdir()
+    (alone / "batch.json").write_text('{"runs": ["d"]}')
+    queue = {
+        (name, 0): QueueEntry("7", "PENDING", "", "")
+        for name in (program.name, f"sweep.{alone.name}")
+    }
+    monkeypatch.setattr(cluster, "query_queue", lambda *_: queue)
+    monkeypatch.setattr(cluster, "set_throttle", lambda *_: False)
+    assert sorted(engine.adopt(["b", "c", "d"])) == [["a", "b", "c"], ["d"]]
+    assert engine.queued_ids() == {"a", "d"}
 
 
 def test_rejected_arrays_are_halved(engine, monkeypatch):

@@ -3,7 +3,8 @@
 <sweep>/slurm/
     lock               held by the launcher that submits
     <batch>/           one array; its jobs are named <sweep>.<batch> in SLURM's queue
-        batch.json     the ids of its runs, in the order of its tasks; written before sbatch
+        batch.json     the ids of its runs, in the order of its tasks, and of the others in each
+                       task's program; written before sbatch
         <task>.json    where the task started, and the exit of its run
         …              submitit's files: script, tasks, logs
 
@@ -12,6 +13,7 @@ These files are trusted only as far as SLURM's queue confirms the jobs; no pickl
 
 import contextlib
 import io
+import itertools
 import os
 import re
 import secrets
@@ -41,11 +43,12 @@ class JobArray:
         self.keep_logs = False  # a task ended without recording an exit
 
     @classmethod
-    def create(cls, folder: Path, runs: Sequence[str], limit: int) -> "JobArray":
-        """Create the folder of an array to submit, with the ids for later launchers."""
-        array = cls(folder / secrets.token_hex(6), len(runs), limit)
+    def create(cls, folder: Path, programs: Sequence[Sequence[str]], limit: int) -> "JobArray":
+        """Create the folder of an array to submit, with the ids of each task's runs."""
+        array = cls(folder / secrets.token_hex(6), len(programs), limit)
         array.folder.mkdir()
-        write_json(array.folder / "batch.json", {"runs": runs})
+        content = {"runs": [ids[0] for ids in programs], "others": [[*ids[1:]] for ids in programs]}
+        write_json(array.folder / "batch.json", content)
         return array
 
     def submit(self, tasks: Sequence[RunTask], parameters: Mapping[str, Any]) -> list[str]:
@@ -133,21 +136,33 @@ class SlurmJob:
 
 @dataclass
 class ArrayTask:
-    """One run of an array, as the engine follows it."""
+    """One task of an array, as the engine follows it."""
 
-    id: str
+    id: str  # of its first run
     array: JobArray
     index: int  # in its array
     job: str = ""  # SLURM's number of the array
     state: str = "PENDING"
     polls_over: int = 0  # consecutive polls that found it over without a recorded exit
+    others: tuple[str, ...] = ()  # the other runs of its program
 
 
-def find_job_arrays(folder: Path) -> Iterator[tuple[JobArray, list[Any]]]:
-    """Yield the arrays in a sweep's folder, each with what should be the ids of its runs."""
+def find_job_arrays(folder: Path) -> Iterator[tuple[JobArray, list[list[str]]]]:
+    """Yield the arrays in a sweep's folder, each with what should be the ids of each task's runs.
+
+    The list of a task is empty where they cannot be read.
+    """
     for path in sorted(folder.iterdir()):
         if re.fullmatch("[0-9a-f]{12}", path.name) and not path.is_symlink():
             content = read_json(path / "batch.json")
             runs = content.get("runs") if isinstance(content, dict) else None
             if isinstance(runs, list):
-                yield JobArray(path), runs
+                others = content.get("others")
+                lists = others if isinstance(others, list) else []
+                pairs = itertools.zip_longest(runs, lists[: len(runs)])
+                yield JobArray(path), [_program_ids(first, more) for first, more in pairs]
+
+
+def _program_ids(first: Any, others: Any) -> list[str]:
+    ids = [first, *(others if isinstance(others, list) else [])]
+    return ids if all(isinstance(id, str) for id in ids) else []

@@ -56,8 +56,8 @@ class SlurmEngine(Engine):
         self._reasons: set[str] = set()  # already printed
         self._max_array = 0
 
-    def adopt(self, ids: Collection[str]) -> list[str]:
-        """Take over the jobs of earlier launchers; return the ids of their runs."""
+    def adopt(self, ids: Collection[str]) -> list[list[str]]:
+        """Take over the jobs of earlier launchers; return the ids of the runs of each."""
         while True:
             with contextlib.suppress(cluster.SlurmCommandFailed), self._locked():
                 self._take_over(ids, with_crashes=True)
@@ -65,7 +65,7 @@ class SlurmEngine(Engine):
                 for job, array in adopted.items():
                     if cluster.set_throttle(job, self._limit or 0):
                         array.limit = self._limit or array.limit
-                return list(self._tasks)
+                return [[task.id, *task.others] for task in self._tasks.values()]
             self._warn("SLURM does not answer")
             time.sleep(self.poll_interval)
 
@@ -139,7 +139,8 @@ class SlurmEngine(Engine):
                 self._warn(f"not submitted yet: {reason}")
 
     def _submit_array(self, tasks: list[RunTask], limit: int) -> None:
-        array = JobArray.create(self._folder, [task.id for task in tasks], limit)
+        programs = [[one.id for one in (task, *task.others)] for task in tasks]
+        array = JobArray.create(self._folder, programs, limit)
         jobs = array.submit(tasks, self._parameters)
         self._submitted = True
         for index, (task, job) in enumerate(zip(tasks, jobs, strict=True)):
@@ -147,28 +148,33 @@ class SlurmEngine(Engine):
             del self._collected[task.id]
 
     def _take_over(self, ids: Collection[str], *, with_crashes: bool = False) -> None:
-        """Follow other launchers' live jobs of these runs, and unreported crashes if asked to."""
+        """Follow other launchers' live jobs of these runs.
+
+        With crashes: also those that were not reported, and jobs that began with another run.
+        """
         known = {task.array.folder for task in self._tasks.values()}
         arrays = [pair for pair in find_job_arrays(self._folder) if pair[0].folder not in known]
         entries = cluster.query_queue(os.getuid(), [array.name for array, _ in arrays])
-        for array, runs in arrays:
+        for array, programs in arrays:
             in_use = False
-            for index, id in enumerate(runs):
+            for index, (id, *others) in enumerate(one or [""] for one in programs):
                 entry = entries.get((array.name, index))
                 over = entry is None or entry.is_over
                 code = (array.read_status(index) or {}).get("code") if over else None
                 array.keep_logs |= over and not isinstance(code, int)
-                wanted = isinstance(id, str) and id in ids and id not in self._tasks
+                sought = {id, *others} if with_crashes else {id}
+                wanted = not sought.isdisjoint(ids) and id not in self._tasks
                 if over and not (with_crashes and wanted and code in _CRASHES):
                     continue
                 in_use = True
                 if wanted:
                     known_state = (entry.job, entry.state) if entry else ()
                     self._tasks[id] = ArrayTask(id, array, index, *known_state)
+                    self._tasks[id].others = tuple(others)
                     array.left += 1
             if not in_use and not array.keep_logs:
                 array.remove()
-            array.limit = len(runs)
+            array.limit = len(programs)
 
     def _poll(self) -> None:
         if not self._tasks:
