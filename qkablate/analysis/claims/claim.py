@@ -15,7 +15,7 @@ from qkablate.analysis.comparison.audit import is_annealed
 from qkablate.analysis.comparison.ranking import AXES
 from qkablate.analysis.scaling.series import MIN_POINTS
 from qkablate.config import Role, flatten
-from qkablate.config.sweep import as_word, control_name
+from qkablate.config.sweep import LENGTH_KEYS, as_word, control_name
 from qkablate.config.variant import is_standard_attention
 from qkablate.errors import UserError
 from qkablate.sweeps.planning.floors import is_floor
@@ -230,9 +230,8 @@ def _typed_values(arm: Arm, arms: list[Arm]) -> dict[str, Any]:
     return values
 
 
-# Settings that follow the length of a run, over which pairs are compared.
-_LENGTH_KEYS = {"train.steps", "train.tokens", "train.eval_every"}
-_LENGTH_KEYS |= {"train.eval_tokens", "train.test_tokens"}
+# The length of a run, over which pairs are compared, and settings that follow it.
+_OF_LENGTH = {*LENGTH_KEYS, "train.eval_every", "train.eval_tokens", "train.test_tokens"}
 
 
 def shared_values(
@@ -245,7 +244,7 @@ def shared_values(
         if re.search(r"[,(]", re.sub(r"\[[^]]*\]", "", text))  # [0.9,0.95] is one value
         if key in values and values[key] == other_values.get(key)
         if key != "variant" and key not in claim.tasks.get(dataset, {})
-        if key not in _LENGTH_KEYS
+        if key not in _OF_LENGTH
     ]
 
 

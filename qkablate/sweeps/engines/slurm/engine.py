@@ -168,9 +168,10 @@ class SlurmEngine(Engine):
                     continue
                 in_use = True
                 if wanted:
-                    known_state = (entry.job, entry.state) if entry else ()
-                    self._tasks[id] = ArrayTask(id, array, index, *known_state)
-                    self._tasks[id].others = tuple(others)
+                    task = ArrayTask(id, array, index, others=tuple(others))
+                    if entry is not None:
+                        task.job, task.state = entry.job, entry.state
+                    self._tasks[id] = task
                     array.left += 1
             if not in_use and not array.keep_logs:
                 array.remove()
