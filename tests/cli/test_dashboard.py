@@ -321,9 +321,16 @@ def test_mistakes(qkablate, sweep, words, line):
 
 
 @needs_workspaces
-@pytest.mark.parametrize("path", ["nowhere/view.json", "outputs", "~nobody-of-this-name/x"])
-def test_unwritable_file_is_rejected(qkablate, sweep, path):
-    assert_refused(qkablate("dashboard", f"--spec={path}"), f"--spec: '{path}' cannot be written: ")
+@pytest.mark.parametrize(
+    ("path", "reason"),
+    [
+        ("nowhere/view.json", "cannot be written: "),
+        ("outputs", "cannot be written: "),
+        ("~nobody-of-this-name/x", "names a user without a home directory"),
+    ],
+)
+def test_unwritable_file_is_rejected(qkablate, sweep, path, reason):
+    assert_refused(qkablate("dashboard", f"--spec={path}"), f"--spec: '{path}' {reason}")
 
 
 # What every verb has.
