@@ -15,7 +15,7 @@ train: venv ## set up, then train merged_w (no download)
 test test-slow: export PYTHONDONTWRITEBYTECODE =
 # worksteal gives a worker whole files, so that it makes what their tests share once.
 
-test: venv ## set up, then run the tests (about 5 minutes on 2 cores)
+test: venv ## set up, then run the tests (in 10 to 20 minutes on 2 cores)
 	$(BIN)/pytest -n auto --dist worksteal -m "not slow"
 
 # Slow tests wait for other processes nearly half of their time, so there are more of them than cores.

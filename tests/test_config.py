@@ -392,6 +392,10 @@ def test_variant_name_describes_its_circuits(overrides, name):
             "optim.cooldown=0.3",
             "optim.cooldown: has no effect with optim.schedule=cosine, only with wsd",
         ),
+        (
+            "optim={schedule: wsd, cooldown: 0, lr_final: 0.2}",
+            "optim.lr_final: with optim.cooldown=0 the run ends at its peak",
+        ),
         ("optim.betas=[0.9]", "optim.betas: [0.9] are not two numbers"),
         ("optim.betas=[0.9,1.0]", "optim.betas: [0.9, 1.0] are not two numbers"),
         ("optim.schedule=cosin", "'cosin' (nearest: cosine) is not one of cosine, wsd, constant"),

@@ -381,6 +381,11 @@ class Attention(nn.Module):
         return " + ".join(terms) if all(parts) else ""
 
     @property
+    def reads_queries(self) -> bool:
+        """True if the output depends on the stream of the queries."""
+        return bool(self.qk.width) or self.rope_dims is not None
+
+    @property
     def match(self) -> str:
         """Match of the initialization with standard's: the worst of its parts."""
         qk = "none" if self.qk.spec.symmetric else self.qk.match  # the scores are W_k W_kᵀ

@@ -82,7 +82,7 @@ PARSER.option(
     "N",
     "size of the vocabulary (default: that of SIZE, or 256, that of bytes; data.tokenizer is not"
     " read)",
-    whole_number(1),
+    whole_number(1, 2**31 - 1),
 )
 PARSER.switch("--measure", "also measure the median time of a training step, in turns")
 PARSER.switch("--json", "print all figures, unrounded, as JSON")

@@ -24,7 +24,8 @@ def show_plan(
 
     sweep_state = SweepState(manifest)
     sweep_state.refresh()
-    done = [id for id, state in sweep_state.states.items() if state.status in ("done", "diverged")]
+    ended = ("done", "diverged")
+    done = {id: s.run.arm for id, s in sweep_state.states.items() if s.status in ended}
     engine = request.settings.engine
     # On a cluster this is the login node: at most one run is timed here.
     timed = slots if engine.name == "local" else slots[:1]

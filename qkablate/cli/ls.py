@@ -179,9 +179,10 @@ def _parse_value(text: str) -> Any:
     except ValueError:
         pass
     try:
-        return yaml.safe_load(text)
-    except yaml.YAMLError:
+        value = yaml.safe_load(text)
+    except (yaml.YAMLError, ValueError, LookupError):  # as of 2024-02-30, a date that is none
         return text
+    return value if value is None or isinstance(value, bool | list) else text
 
 
 def _name_filter(word: str) -> Callable[[str], bool]:

@@ -185,6 +185,7 @@ def _render(sections: list[Any], target: Path, form: str) -> Iterator[tuple[Path
     elif form == "md":
         yield target, markdown.render_markdown(sections).encode()
     else:
+        base = target.stem if target.suffix.lower() == f".{form}" else target.name
         drawn = [
             (i, section, chart)
             for i, section in enumerate(sections, 1)
@@ -195,7 +196,7 @@ def _render(sections: list[Any], target: Path, form: str) -> Iterator[tuple[Path
             raise UserError("there is nothing to draw yet: no run has been evaluated")
         for number, section, chart in drawn:
             part = f"-{number}" if len(sections) > 1 else ""
-            name = f"{target.stem}{part}-{chart.name}.{form}"
+            name = f"{base}{part}-{chart.name}.{form}"
             yield (
                 target.with_name(name),
                 render_chart(chart, section.title, form, format_setting(section)),

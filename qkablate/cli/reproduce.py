@@ -75,7 +75,9 @@ PARSER.add_argument(
     help=f"train N published runs of each claim again; the default is {CHECKED}",
 )
 PARSER.option("--from", "FOLDER", f"the published runs; the default is {FOLDER}")
-PARSER.option("--seeds", "N", "number of seeds; the default is the claim's own", whole_number(3))
+PARSER.option(
+    "--seeds", "N", "number of seeds; the default is the claim's own", whole_number(3, 1000)
+)
 PARSER.switch("--dry-run", "show the runs, and how long they take here; train nothing")
 PARSER.option("--retry", "failed", "train failed runs again, too", one_of(["failed"]))
 

@@ -111,6 +111,10 @@ def main(argv: list[str]) -> int:
         raise UserError(f"--all: --format {form} shows everything already")
     if args.scaling and (args.all or args.times or form != "table"):
         raise UserError("--scaling: --all, --times and the other formats show it already")
+    if args.scaling and args.margin is not None:
+        raise UserError("--margin: the scaling laws have none; leave out --scaling or --margin")
+    if args.times and form == "csv":
+        raise UserError("--times: --format csv has no front of loss and time; json and md have it")
     words, out = take_out(args.words)
     sources = find_sources(words, out, ("sweep", "run"))
     is_one_word = len(words) == 1  # a folder of archives, which has a sweep of each claim

@@ -86,7 +86,13 @@ def _find_folders(words: list[str], out: str) -> dict[Path, bool]:
         (runs if kind == "run" else sweeps).append(folder)
     launchers: dict[Path, list[Path]] = {}
     for sweep in sweeps:
-        sweep_state = SweepState(read_manifest(sweep))
+        try:
+            sweep_state = SweepState(read_manifest(sweep))
+        except UserError as error:
+            if words:
+                raise
+            print_stderr(f"skipped: {error}")
+            continue
         launchers[sweep] = sweep_state.launcher_folders()
         if words:  # without them `runs` has all
             sweep_state.refresh()
@@ -156,7 +162,7 @@ def _upload(plan: SyncPlan, server: str) -> int:
         return 130
     reasons: dict[str, list[str]] = {}
     for file, reason in result.failed.items():
-        reasons.setdefault(reason, []).append(file.parent.parent.parent.name)
+        reasons.setdefault(reason, []).append(plan.folders[file].name)
     for reason, names in reasons.items():
         runs = format_list(names, 3)
         print_stderr(f"qkablate: W&B: not uploaded: {runs}: {reason}; the same command retries")

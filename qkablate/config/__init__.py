@@ -161,6 +161,8 @@ def check(config: Config) -> None:
         raise UserError(f"optim.momentum: {optim.momentum} is not a number from 0 to below 1")
     if optim.schedule == "constant" and optim.lr_final != OptimConfig().lr_final:
         raise ImpossibleConfig("optim.lr_final: schedule=constant ends at its peak")
+    if optim.schedule == "wsd" and not optim.cooldown and optim.lr_final != OptimConfig().lr_final:
+        raise ImpossibleConfig("optim.lr_final: with optim.cooldown=0 the run ends at its peak")
     if model.norm == "none" and model.norm_kind != "layer":
         raise ImpossibleConfig(
             f"model.norm_kind: {model.norm_kind} has no effect with model.norm=none"

@@ -55,6 +55,7 @@ class Model(nn.Module, ABC):
     config: ModelConfig
     # Keep only the input of each block and recompute the rest for the gradients.
     checkpoint_activations = False
+    has_external_circuits = False  # of the user or of an installed package: they may draw numbers
 
     sites: tuple[str, ...]  # that carry the variant
     padding = False  # sources may be padded
@@ -124,8 +125,16 @@ class Model(nn.Module, ABC):
         return {site: first[site] for site in self.sites}
 
     def variant_layer(self) -> AttentionLayer:
-        """Return the first attention layer that carries the variant."""
-        return next(iter(self.variant_layers().values()))
+        """Return the attention layer whose rate `variant.lr` means.
+
+        The first one that carries the variant and has a matched rate, or else the first one.
+        """
+        layers = [*self.variant_layers().values()]
+        return next((layer for layer in layers if layer.module.matched_lr != 1), layers[0])
+
+    def unused_parameters(self) -> list[nn.Parameter]:
+        """Return the parameters that the loss does not depend on."""
+        return [p for layer in self.attention_layers() for p in layer.module.qk.unused_parameters()]
 
     @property
     def kernel(self) -> str:

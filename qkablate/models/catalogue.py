@@ -65,6 +65,11 @@ def resolve_circuits(config: Config) -> tuple[Config, dict[str, str]]:
     return replace(config, variant=variant), {circuit.name: circuit.sha256 for circuit in external}
 
 
+def has_external(variant: VariantConfig) -> bool:
+    """Return whether a circuit of a variant is of the user or of an installed package."""
+    return any(_find_external(variant, side) is not None for side in ("qk", "ov"))
+
+
 def circuit_classes(variant: VariantConfig) -> tuple[type[QK], type[OV]]:
     """Return the QK and the OV class of a variant."""
     pair = []

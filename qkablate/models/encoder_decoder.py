@@ -116,6 +116,14 @@ class EncoderDecoder(GPT):
             layers.append(AttentionLayer(name, "cross", block.cross_attention))
         return layers
 
+    def unused_parameters(self) -> list[nn.Parameter]:
+        parameters = super().unused_parameters()
+        for block in _blocks(self.blocks):
+            assert block.norm_cross is not None
+            if block.cross_attention is not None and not block.cross_attention.reads_queries:
+                parameters += block.norm_cross.parameters()
+        return parameters
+
     def attention_inputs(
         self, *inputs: Tensor
     ) -> Iterator[tuple[AttentionLayer, tuple[Tensor, ...]]]:

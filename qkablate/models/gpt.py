@@ -145,7 +145,8 @@ class GPT(Model):
     ) -> Tensor:
         """Return the stream after some blocks, which may attend to a source y."""
         recompute = self.checkpoint_activations and self.training and torch.is_grad_enabled()
-        random, per_block = bool(self.config.dropout), len(caches or ()) // len(blocks)
+        random = bool(self.config.dropout) or self.has_external_circuits
+        per_block = len(caches or ()) // len(blocks)
         for i, block in enumerate(blocks):
             if recompute:
                 x_BTD = checkpoint(

@@ -12,7 +12,12 @@ from qkablate.report.section import Section
 from qkablate.report.text.forms import format_inspect_command
 from qkablate.report.text.numbers import format_gap_summary, format_loss
 from qkablate.report.text.table import format_known
-from qkablate.report.text.tables import format_accuracy, format_p, format_percent_more
+from qkablate.report.text.tables import (
+    format_accuracy,
+    format_p,
+    format_percent_more,
+    replace_name,
+)
 from qkablate.table import format_count, format_list, format_short
 
 COLUMNS = [
@@ -116,7 +121,8 @@ def make_audit_rows(section: Section) -> list[list[str]]:
     arms_of: dict[tuple[str, str, str], list[str]] = {}
     for gap in gaps:
         for check in gap.audit:
-            text = check.message.replace(gap.arm, "the arm").replace(gap.baseline, "the baseline")
+            text = replace_name(check.message, gap.arm, "the arm")
+            text = replace_name(text, gap.baseline, "the baseline")
             arms_of.setdefault((check.state, check.name, text), []).append(gap.arm)
     by_check: dict[tuple[str, str], list[list[str]]] = {}
     for (state, name, text), arms in sorted(arms_of.items(), key=lambda item: -len(item[1])):

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 
 from qkablate.attention import Attention
+from qkablate.attention.spec import CircuitLr
 from qkablate.config import Config
 from qkablate.config.data import PADDED_SOURCES
 from qkablate.config.schedule import stable_steps
@@ -18,7 +19,7 @@ from qkablate.errors import ImpossibleConfig, UserError
 from qkablate.models import blocked_loss
 from qkablate.models.base import Model
 from qkablate.models.build import build_model
-from qkablate.models.catalogue import resolve_circuits
+from qkablate.models.catalogue import has_external, resolve_circuits
 from qkablate.models.cost import training_flops_per_token
 from qkablate.runs import predictions
 from qkablate.runs.run import Run, free_bytes, identity, label, run_id
@@ -38,6 +39,8 @@ class RunPlan:
     identity: dict[str, Any]
     run: Run
     sites: dict[str, Attention]  # with the variant: the first layer of each, on the meta device
+    matched_lr: float  # the number that variant.lr=matched stands for
+    circuit_lr: CircuitLr  # what variant.lr makes of the multipliers, the same at all sites
     kernels: dict[str, str]  # by site
     params: dict[str, int]
     flops_per_token: float  # of training: forward and backward
@@ -46,9 +49,7 @@ class RunPlan:
     @property
     def lr_multipliers(self) -> dict[str, dict[str, float]]:
         """Learning-rate multipliers of the circuits of each site with the variant."""
-        first, *_ = self.sites.values()
-        given = first.circuit_lr(self.config.variant.lr)  # the same at all sites
-        return {site: layer.lr_multipliers(given) for site, layer in self.sites.items()}
+        return {site: layer.lr_multipliers(self.circuit_lr) for site, layer in self.sites.items()}
 
     @property
     def tokens_per_step(self) -> int:
@@ -107,6 +108,8 @@ def plan_run(
         identity=frozen,
         run=Run(config.out, label(config), run_id(frozen)),
         sites={site: layer.module for site, layer in model.variant_layers().items()},
+        matched_lr=attention.matched_lr,
+        circuit_lr=attention.circuit_lr(config.variant.lr),
         kernels={layer.site: layer.module.kernel for layer in model.attention_layers()},
         params=model.parameter_counts(),
         flops_per_token=training_flops_per_token(
@@ -162,6 +165,7 @@ def build_empty_model(config: Config, vocabulary: int) -> Model:
             padding=config.data.source in PADDED_SOURCES,
         )
     model.checkpoint_activations = config.train.checkpoint_activations
+    model.has_external_circuits = has_external(config.variant)
     return model
 
 

@@ -108,7 +108,7 @@ def make_base_result(
         },
         "lr": {
             "factor": config.variant.lr,
-            "matched": next(iter(plan.sites.values())).matched_lr,
+            "matched": plan.matched_lr,
             "multiplier": _merge_sites(plan.lr_multipliers),
         },
         "tokens_per_second": None,

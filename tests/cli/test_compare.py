@@ -210,6 +210,10 @@ def test_incomplete_run_is_shown_as_far_as_possible(qkablate, runs, how):
         assert output["status"] == ["no result", "done"]
         assert output["gap"] == {}
         assert output["loss"]["val"][0] is None
+        assert output["val_gap"]  # of the evaluations of both
+        assert output["paired"] is True
+        assert output["unlike"] == {}
+        assert "no gaps" not in done.out
         assert "no result" in done.out
         assert "+" not in next(row for row in done.out.splitlines() if row.startswith("val loss"))
     else:

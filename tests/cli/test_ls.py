@@ -108,6 +108,13 @@ def test_sort_and_limit(qkablate, outputs):
     assert [row["test_loss"] for row in losses] == sorted(row["test_loss"] for row in losses)
 
 
+@pytest.mark.parametrize("value", ["2024-02-30", "0x_", "{a", "!!int ''"])
+def test_value_that_is_no_yaml_is_a_text(qkablate, outputs, value):
+    done = qkablate("ls", f"data.path={value}", "--json")
+    assert (done.code, done.err) == (0, "")
+    assert json.loads(done.out)["runs"] == []
+
+
 @pytest.mark.parametrize(
     ("words", "message"),
     [

@@ -455,6 +455,11 @@ def test_file_without_a_suffix_has_the_given_format(qkablate, sweep):
     assert Path("README").read_text(encoding="utf-8").startswith(f"# {sweep.name}\n")
 
 
+def test_charts_keep_a_name_with_a_dot(qkablate, sweep):
+    written(qkablate("report", "--format", "svg", "-o", "lr0.01"))
+    assert Path("lr0.01-gaps.svg").is_file()
+
+
 def test_charts_are_separate_files(qkablate, sweep):
     done = qkablate("report", "--format", "svg")
     assert (done.code, done.err) == (0, "")

@@ -356,6 +356,8 @@ def test_json_is_a_flag_too(qkablate, sweep):
 
 
 MISTAKES = [
+    (["--scaling", "--margin", "0.02"], "--margin: the scaling laws have none"),
+    (["--times", "times.json", "--format", "csv"], "--times: --format csv has no front"),
     (["smal-0"], "there is no sweep or run 'smal-0' in 'outputs' (nearest: small"),
     (["smalll"], "(nearest: small)"),
     (["out=nowhere"], "there is no sweep in 'nowhere', which does not exist; start one: qkablate"),

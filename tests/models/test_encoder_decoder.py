@@ -94,6 +94,18 @@ def test_every_variant_matches_the_reference_at_every_site(name, sites):
     torch.testing.assert_close(ours, theirs, rtol=1e-10, atol=1e-10)
 
 
+@pytest.mark.parametrize("bias", [False, True])
+@pytest.mark.parametrize("name", variants())
+def test_unused_parameters_are_those_without_a_gradient(name, bias):
+    model = translator(name, "cross" if name != "shared_qk_reformer" else "encoder", bias=bias)
+    loss = model.loss(tokens(6), tokens(5), tokens(5))
+    gradients = torch.autograd.grad(loss, [*model.parameters()], allow_unused=True)
+    found = [p for p, g in zip(model.parameters(), gradients, strict=True) if g is None]
+    assert {*map(id, found)} == {*map(id, model.unused_parameters())}
+    has_unused = name in ("uniform", "static_scores") or (name == "standard_reassociated" and bias)
+    assert bool(found) == has_unused
+
+
 @pytest.mark.parametrize("name", ["standard", "merged_w", "no_qk", "static_scores"])
 def test_shorter_sequences_match_the_reference(name):
     model = randomized(translator(name, layers=2, encoder_layers=1))

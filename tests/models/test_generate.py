@@ -13,9 +13,9 @@ CONTEXT = 12
 PROMPT = [3, 1, 4]
 
 
-def large_weights_model(position="learned", **variant):
+def large_weights_model(position="learned", heads=4, **variant):
     """Return a model with large weights, whose predictions depend on the whole context."""
-    config = ModelConfig(layers=2, d_model=16, heads=4, context=CONTEXT, position=position)
+    config = ModelConfig(layers=2, d_model=16, heads=heads, context=CONTEXT, position=position)
     model = GPT(config, resolve_variant(VariantConfig(**variant), config), 50).init_(0).double()
     noise = torch.Generator().manual_seed(1)
     with torch.no_grad():
@@ -34,6 +34,14 @@ def greedy_reference(model, prompt, count):
             first = len(tokens) - CONTEXT // 2
         tokens.append(int(model(torch.tensor([tokens[first:]]))[0, -1].argmax()))
     return tokens[len(prompt) :]
+
+
+@pytest.mark.parametrize("position", ["learned", "none", "alibi", "rope"])
+def test_one_head_decodes_as_full_forward_passes(position):
+    model = large_weights_model(position, heads=1)
+    assert list(generate(model, PROMPT, count=40, temperature=0)) == greedy_reference(
+        model, PROMPT, 40
+    )
 
 
 @pytest.mark.parametrize("position", ["learned", "none", "alibi", "rope"])

@@ -8,6 +8,7 @@ import torch
 from torch.utils.flop_counter import FlopCounterMode
 
 from qkablate.attention import OV_CIRCUITS, QK_CIRCUITS
+from qkablate.attention.qk.factored import SeparateQK
 from qkablate.config import ModelConfig, VariantConfig, resolve_variant, variants
 from qkablate.errors import UserError
 from qkablate.models import blocked_loss
@@ -386,6 +387,22 @@ def test_recomputed_activations_are_identical(name, dropout):
         loss.backward()
         found.append([loss, *(parameter.grad for parameter in model.parameters())])
     assert all(map(torch.equal, *found))
+
+
+def test_recomputed_circuits_of_the_user_draw_the_same_numbers(monkeypatch):
+    draw = type("Draw", (SeparateQK,), {})
+    draw.queries = lambda self, x: (q := SeparateQK.queries(self, x)) * (1 + torch.rand_like(q))
+    gradients = []
+    for again in (False, True):
+        model = gpt()
+        for layer in model.attention_layers():
+            layer.module.qk.__class__ = draw
+        model.checkpoint_activations, model.has_external_circuits = again, True
+        tokens_BT = tokens_of(2, 17)
+        torch.manual_seed(1)
+        model.loss(tokens_BT[:, :-1], tokens_BT[:, 1:]).backward()
+        gradients.append([parameter.grad for parameter in model.parameters()])
+    assert all(map(torch.equal, *gradients))
 
 
 def test_recomputed_activations_are_not_stored():

@@ -71,6 +71,20 @@ def test_forms_of_one_width_are_refused_in_cross_attention(name, sites):
         translator(name, sites)
 
 
+@pytest.mark.parametrize(("lr", "power"), [("matched", 1.0), ("between", 0.5), ("same", 0.0)])
+def test_words_of_the_rate_hold_where_the_first_site_has_none_of_its_own(lr, power):
+    """At rank d_head the encoder's rate is standard's, and that of the decoder is not."""
+    model = translator("low_rank_w", width=8, variant={"rank": 2})
+    rates = {site: layer.module.matched_lr for site, layer in model.variant_layers().items()}
+    assert rates["encoder"] == 1
+    assert rates["decoder"] != 1
+    number = model.variant_layer().module.resolve_lr(lr)
+    given = model.variant_layer().module.circuit_lr(number)
+    for site, layer in model.variant_layers().items():
+        multiplier = layer.module.lr_multipliers(given)["qk"]
+        assert multiplier == pytest.approx(rates[site] ** power)
+
+
 @pytest.mark.parametrize("embedding_width", [None, 6])
 def test_parameters(embedding_width):
     """The streams have their widths; a factorized embedding is shared, other tables are not."""

@@ -12,7 +12,7 @@ def test_four_doublings_cost_little_more_than_the_longest(plan_grid):
     assert (counted.trained, counted.whole) == (9_400, 15_000)
     (line,) = [line for line in format_plan(manifest, 1) if line.startswith("prefix")]
     assert line == "prefix   3 of 4 runs branch off a longer one: 9,400 of 15,000 steps are trained"
-    assert plan_to_json(manifest, 1, None, [])["steps"] == {"whole": 15_000, "trained": 9_400}
+    assert plan_to_json(manifest, 1, None, {})["steps"] == {"whole": 15_000, "trained": 9_400}
 
 
 def test_seeds_and_variants_share_nothing(plan_grid):

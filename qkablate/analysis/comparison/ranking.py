@@ -120,6 +120,8 @@ class Front:
     """Arms of one length and data set, by one cost."""
 
     tokens: int
+    data: str  # its source
+    data_fingerprint: str
     cost: str
     arms: list[FrontArm]
 
@@ -131,32 +133,33 @@ def find_fronts(study: Study, milliseconds: Mapping[str, float]) -> list[Front]:
     luckiest of several. That an arm is dominated is adjusted by Holm over all pairs of arms at any
     rate and for any cost: in at most 5 % of studies it is said of an arm that is not.
     """
-    planes: list[tuple[int, str, list[Priced]]] = []
+    planes: list[tuple[int, str, str, list[Priced]]] = []
     groups: dict[tuple[int, str], list[Entry]] = {}
     for entry in study.entries:
         if not _why_unranked(entry):
             data = str(entry.arm.facts.get("data_fingerprint"))
             groups.setdefault((entry.tokens, data), []).append(entry)
-    for (tokens, _), entries in groups.items():
+    for (tokens, data), entries in groups.items():
         costs = [(entry, _costs(entry.arm, milliseconds)) for entry in entries]
         for cost in costs[0][1]:
             known = [(entry, price) for entry, c in costs if (price := c[cost]) is not None]
             if len({price for _, price in known}) > 1:
-                planes.append((tokens, cost, known))
+                planes.append((tokens, data, cost, known))
     gaps = {
         (entry.name, other.name): measure_gap(entry, other).sample
-        for _, _, priced in planes
+        for *_, priced in planes
         for (entry, cost), (other, price) in itertools.permutations(priced, 2)
         if price <= cost
     }
     dominated = find_dominated(gaps)
     fronts = []
-    for tokens, cost, priced in planes:
+    for tokens, data, cost, priced in planes:
         best = {id(entry) for entry in _best_rates([entry for entry, _ in priced])}
         chosen = [(entry, price) for entry, price in priced if id(entry) in best]
         arms = [_place_on_front(entry, price, chosen, dominated) for entry, price in chosen]
         arms.sort(key=lambda arm: (arm.cost, arm.mean))
-        fronts.append(Front(tokens, cost, arms))
+        source = chosen[0][0].arm.config.data.source
+        fronts.append(Front(tokens, source, data, cost, arms))
     return fronts
 
 
@@ -185,7 +188,7 @@ def _costs(arm: Arm, milliseconds: Mapping[str, float]) -> dict[str, float | Non
     """Return the known costs of an arm; the sizes of runs without a result may be unknown."""
     return {
         "params": float(arm.params) or None,
-        "training FLOPs": arm.flops or None,
+        "training FLOPs": arm.train_flops or None,
         "KV bytes per token": None if arm.kv_cache_numbers is None else 2.0 * arm.kv_cache_numbers,
         "ms per step": milliseconds.get(arm.name),
     }

@@ -83,9 +83,10 @@ def compare_runs(first: Path, second: Path) -> RunComparison:
     """Compare two runs; UserError if one cannot be read."""
     config, other_config = _read_config(first), _read_config(second)
     result, other_result = results = [read_result(run) or {} for run in (first, second)]
-    facts, other_facts = read_facts(first, result), read_facts(second, other_result)
+    facts, other_facts = _read_facts(first, result), _read_facts(second, other_result)
     differ = _differences(config, other_config, [*config, *other_config])
-    unlike = _differences(facts, other_facts, _LIKE)
+    known = [key for key in _LIKE if all(results) or None not in (facts[key], other_facts[key])]
+    unlike = _differences(facts, other_facts, known)
     losses = {
         s: (_value(result, "loss", s), _value(other_result, "loss", s))
         for s in ("train", "val", "test")
@@ -96,7 +97,7 @@ def compare_runs(first: Path, second: Path) -> RunComparison:
         gaps.pop("val", None)
         curve = {}
     unequal_tests = ""
-    if "data_fingerprint" in unlike:  # losses of different questions
+    if facts["data_fingerprint"] != other_facts["data_fingerprint"]:  # or one is not known
         gaps, curve = {}, {}
     elif "test" in gaps:
         unequal_tests = explain_unequal_tests(result, other_result)
@@ -121,12 +122,18 @@ def compare_runs(first: Path, second: Path) -> RunComparison:
         **{key: (result.get(key), other_result.get(key)) for key in keys},
         differ=differ,
         unlike=unlike,
-        paired=all(results)
-        and "data_fingerprint" not in unlike
+        paired="data_fingerprint" not in unlike
         and not any(key.startswith("seed") for key in differ),
         val_gap=[GapReading(t, curve[t] - other_curve[t]) for t in curve if t in other_curve],
         unequal_tests=unequal_tests,
     )
+
+
+def _read_facts(folder: Path, result: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the circumstances of a run, those before its result from its config."""
+    facts = read_facts(folder, result)
+    identity = as_dict(read_config(folder).get("identity"))
+    return {key: identity.get(key) if facts[key] is None else facts[key] for key in _LIKE}
 
 
 def propose_sweep(first: Path, second: Path) -> list[str] | None:

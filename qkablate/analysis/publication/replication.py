@@ -23,6 +23,7 @@ from qkablate.config import KEYS, Config, conf_dir, config_names, no_such_key
 from qkablate.config.data import DataConfig
 from qkablate.data.hub import FILE_FORMATS
 from qkablate.errors import UserError, sanitize
+from qkablate.runs.records import is_number
 from qkablate.sweeps.planning.manifest import Arm
 
 # Standard deviations of the difference of two runs with other rounding, within which they agree.
@@ -232,6 +233,8 @@ def compare_run(
 
 def _largest_difference(published: Fields, own: object) -> float:
     assert isinstance(own, dict)
+    if not all(value is None or is_number(value) for value in published.values()):
+        return math.inf  # an archive of a stranger
     pairs = [(published[split], own.get(split)) for split in published]
     if any((a is None) != (b is None) for a, b in pairs):
         return math.inf

@@ -86,7 +86,7 @@ def archive_cache() -> Path:
 
 def write_archive(archive: Archive, out: Path) -> None:
     """Write the claim, its sweeps and its runs into a folder of outputs."""
-    arms: dict[str, Arm] = {}
+    arms: list[Mapping[str, Arm]] = []  # of each look
     registered = out / "claims" / archive.name
     registered.mkdir(parents=True, exist_ok=True)
     _write_json(registered / CLAIM_FILE, archive.registration)
@@ -99,29 +99,43 @@ def write_archive(archive: Archive, out: Path) -> None:
         _write_json(sweep / MANIFEST_FILE, manifest | {"sha256": hash_json(manifest)})
         own = read_manifest(sweep).arms
         if not is_of_today(manifest):  # ids become today's, by which the runs are found
-            runs = [r | {"id": plan_run(archive, r, own).id} for r in manifest["runs"]]
+            runs = [
+                r | {"id": _plan(_find_arm(archive, r, r["id"], [own]), r).id}
+                for r in manifest["runs"]
+            ]
             renamed = manifest | {"runs": runs}
             _write_json(sweep / MANIFEST_FILE, renamed | {"sha256": hash_json(renamed)})
         if look["solo"] is not None:
             _write_json(sweep / SOLO_FILE, look["solo"])
-        arms |= own
+        arms.append(own)
         link_atomic(registered / f"n{int(n)}", sweep)
     keeps_ids = all(is_of_today(look["manifest"]) for look in archive.looks.values())
     read_registration(registered)  # UserError, or one of MALFORMED, unless it is as it was written
     documents = mean_document_losses(archive)
     for id, run in archive.runs.items():
-        planned = plan_run(archive, run, arms)
+        arm = _find_arm(archive, run, id, arms)
+        planned = _plan(arm, run)
         if (keeps_ids and planned.id != id) or not NAME.fullmatch(planned.name):
             raise UserError(f"{archive.name}: run {id} does not have the settings of its id")
         folder = out / "runs" / planned.name
-        write_run(archive, run, arms[run["arm"]], planned, folder, documents)
+        write_run(archive, run, arm, planned, folder, documents)
 
 
-def plan_run(archive: Archive, run: Fields, arms: Mapping[str, Arm]) -> SweepRun:
-    """Return a run of an archive as its arm plans it today; UserError if there is no such arm."""
-    if run["arm"] not in arms:
+def _find_arm(archive: Archive, run: Fields, id: str, looks: list[Mapping[str, Arm]]) -> Arm:
+    """Return the arm of a run; UserError if there is none.
+
+    An arm of one name may have other settings in each look, such as its precision: then it is the
+    one whose run has the id.
+    """
+    arms = [arms[run["arm"]] for arms in looks if run["arm"] in arms]
+    if not arms:
         raise UserError(f"{archive.name}: a run is of no arm of its sweeps")
-    return arms[run["arm"]].run(run["changes"], tuning=run["tuning"])
+    return next((arm for arm in arms if _plan(arm, run).id == id), arms[-1])
+
+
+def _plan(arm: Arm, run: Fields) -> SweepRun:
+    """Return a published run as its arm plans it today."""
+    return arm.run(run["changes"], tuning=run["tuning"])
 
 
 def write_run(

@@ -16,7 +16,7 @@ import numpy as np
 from qkablate.analysis.comparison.gaps import Family, Gap
 from qkablate.analysis.scaling.asymptote import Asymptote, fit_asymptote
 from qkablate.analysis.scaling.law import REACH, Observations, ScalingLaw, fit_law
-from qkablate.analysis.scaling.series import common_seeds, find_grids
+from qkablate.analysis.scaling.series import common_seeds, exp, find_grids
 from qkablate.analysis.stats import MIN_PAIRS, Estimate, Interval, Sample, describe_sample
 from qkablate.analysis.study.study import Entry, Seeds
 from qkablate.table import format_count
@@ -263,8 +263,8 @@ def _make_gain(sample: Sample | str, reason: str = "") -> Gain:
     if isinstance(sample, str):
         return Gain(None, reason=sample)
     ends = sample.interval()
-    interval = ends and (math.exp(ends[0]), math.exp(ends[1]))
-    return Gain(math.exp(sample.mean), interval, reason)
+    interval = ends and (exp(ends[0]), exp(ends[1]))
+    return Gain(exp(sample.mean), interval, reason)
 
 
 def find_largest_budget(

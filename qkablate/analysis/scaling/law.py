@@ -172,7 +172,7 @@ def fit_law(data: Observations, start: ScalingLaw | None = None) -> ScalingLaw:
 
     low = np.array([0, 0, _EXPONENTS[0], 0, _EXPONENTS[0]])
     most = max(10 * upper, 10 * lower, 1e-6)
-    high = np.array([lower, most, _EXPONENTS[1], most, _EXPONENTS[1]])
+    high = np.array([max(lower, 1e-12), most, _EXPONENTS[1], most, _EXPONENTS[1]])
 
     def refine(x: Array) -> optimize.OptimizeResult:
         inside = np.clip(x, low + 1e-9 * (high - low), high - 1e-9 * (high - low))

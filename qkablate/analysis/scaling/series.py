@@ -24,6 +24,7 @@ _KEYS = (
     ("parameters", ("model.layers",)),
 )
 _GRID_KEYS = (*_KEYS[0][1], "model.d_model", "model.layers")
+_FOLLOWING = ("train.eval_every", "train.eval_tokens", "optim.warmup")  # what follows the length
 
 
 @dataclass(frozen=True)
@@ -47,11 +48,29 @@ def find_series(families: Sequence[Family]) -> list[Series]:
                 if annealed and _x(along, gap.baseline):
                     groups.setdefault(_group_key(gap, keys), []).append(gap)
         for gaps in groups.values():
-            by_x = {_x(along, gap.baseline): gap for gap in gaps}
-            if len(by_x) > 1:
-                x, ordered = zip(*sorted(by_x.items()), strict=True)
-                series.append(Series(along, _name(ordered[0], keys), [*x], [*ordered]))
+            parts = _split(gaps, [_x(along, gap.baseline) for gap in gaps], keys)
+            for part, settings in zip(parts, _differing_settings(parts, keys), strict=True):
+                by_x = {_x(along, gap.baseline): gap for gap in part}
+                if len(by_x) > 1:
+                    x, ordered = zip(*sorted(by_x.items()), strict=True)
+                    name = "-".join([_name(ordered[0], keys), *settings])
+                    series.append(Series(along, name, [*x], [*ordered]))
     return series
+
+
+def _split(gaps: list[Gap], places: Sequence[object], keys: tuple[str, ...]) -> list[list[Gap]]:
+    """Divide gaps by the settings that mostly follow the length, if several have one place."""
+    if len({*places}) == len(gaps):
+        return [gaps]
+    return _group(gaps, tuple(key for key in keys if key not in _FOLLOWING), solved=False)
+
+
+def _differing_settings(parts: list[list[Gap]], keys: tuple[str, ...]) -> list[list[str]]:
+    """Return the settings that tell the parts of a group apart."""
+    own = [gaps[0].arm.arm.overrides for gaps in parts]
+    named = sorted({key for settings in own for key in settings} - {*keys} | {*_FOLLOWING})
+    told = [key for key in named if len({settings.get(key) for settings in own}) > 1]
+    return [[f"{key.rpartition('.')[2]}={settings.get(key)}" for key in told] for settings in own]
 
 
 def find_grids(families: Sequence[Family]) -> list[tuple[tuple[str, str], list[Gap]]]:
@@ -71,7 +90,11 @@ def find_grids(families: Sequence[Family]) -> list[tuple[tuple[str, str], list[G
     grids = []
     for group in groups:  # the number of heads may grow with the size, or be an axis of its own
         places = {_place(gap) for gap in group}
-        grids += [group] if len(places) == len(group) else _group(group, _GRID_KEYS)
+        if len(places) == len(group):
+            grids.append(group)
+            continue
+        for part in _group(group, _GRID_KEYS):
+            grids += _split(part, [_place(gap) for gap in part], _GRID_KEYS)
     grids = [
         gaps
         for gaps in grids
@@ -92,6 +115,7 @@ def _name_grids(grids: Sequence[Sequence[Gap]]) -> list[tuple[str, str]]:
     for side in ("arm", "baseline"):
         settings = [_find_settings(getattr(gaps[0], side)) for gaps in grids]
         keys = {key for own in settings for key in own} - {"variant", *_GRID_KEYS, "model.heads"}
+        keys |= {*_FOLLOWING}
         first = [_grid_name(gaps, side) for gaps in grids]
         for number, name in enumerate(first):
             alike = [settings[i] for i, other in enumerate(first) if other == name]
@@ -107,10 +131,10 @@ def _find_settings(entry: Entry) -> dict[str, str]:
     return {**entry.arm.overrides, **rate}
 
 
-def _group(gaps: Sequence[Gap], keys: tuple[str, ...]) -> list[list[Gap]]:
+def _group(gaps: Sequence[Gap], keys: tuple[str, ...], *, solved: bool = True) -> list[list[Gap]]:
     groups: dict[tuple[object, ...], list[Gap]] = {}
     for gap in gaps:
-        groups.setdefault(_group_key(gap, keys), []).append(gap)
+        groups.setdefault(_group_key(gap, keys, solved=solved), []).append(gap)
     return [*groups.values()]
 
 
@@ -125,11 +149,16 @@ def _x(along: str, entry: Entry) -> float:
     return float(entry.tokens if along == "tokens" else entry.arm.params)
 
 
-def _group_key(gap: Gap, keys: tuple[str, ...]) -> tuple[object, ...]:
-    """Return the settings that gaps of one series share; a control's solution varies with size."""
-    solved = ["model.mlp_ratio"] if gap.arm.arm.controls != ["none"] else []
-    ignored = (*keys, *solved, "threads", "optim.lr")
+def _group_key(gap: Gap, keys: tuple[str, ...], *, solved: bool = True) -> tuple[object, ...]:
+    """Return the settings that gaps of one series share.
+
+    Without `solved` the baseline's are read alone: a control's solution varies with size.
+    """
+    is_solved = gap.arm.arm.controls != ["none"]
+    ignored = (*keys, *(["model.mlp_ratio"] if is_solved else []), "threads", "optim.lr")
     shared = [entry.settings_without(*ignored) for entry in gap.sides]
+    if is_solved and not solved:
+        shared.append(gap.baseline.settings_without(*keys, "threads", "optim.lr"))
     rate = gap.arm.rate if gap.arm.has_rate_in_name else None
     return str(shared), tuple(gap.arm.arm.controls), rate
 
@@ -239,13 +268,18 @@ class SeriesSummary:
     asymptote: Estimate | None  # gap after infinitely many tokens: an extrapolation
 
 
+def exp(value: float) -> float:
+    """Return e to a power, infinite where it is too large for a float."""
+    return math.exp(value) if value < 709 else math.inf
+
+
 def describe_series(series: Series, limit: Sample | None = None) -> SeriesSummary:
     """Summarize one series; `limit` is its extrapolated gap."""
     factor, growth, equivalent = equivalent_log_factor(series), None, None
     if factor.n:
         ends = factor.interval()
-        interval = ends and (math.exp(ends[0]), math.exp(ends[1]))
-        equivalent = Equivalent(math.exp(factor.mean), interval, factor.n)
+        interval = ends and (exp(ends[0]), exp(ends[1]))
+        equivalent = Equivalent(exp(factor.mean), interval, factor.n)
     if series.along == "tokens":
         growth = describe_sample(measure_growth(series))
     points = [

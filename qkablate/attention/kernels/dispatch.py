@@ -174,7 +174,8 @@ def _folded(
     mask = q_BHTE.new_zeros(queries if causal else 1, keys)
     mask = causal_mask(mask) if causal else mask
     mask = mask if bias is None else (mask + bias).to(q_BHTE.dtype)
-    if mask.shape[-2] == 1 and (mask.dim() == 2 or mask.shape[-3] == 1):  # the same for all rows
+    if mask.shape[-2] == 1 and (mask.dim() == 2 or (mask.dim() == 4 and mask.shape[1] == 1)):
+        # The same for all rows.
         mask_FS = mask if mask.dim() == 2 else mask.expand(-1, groups, -1, -1).flatten(0, 1)
     elif mask.dim() == 2:
         mask_FS = mask.repeat(per_group, 1)

@@ -203,7 +203,10 @@ def has_same_scores(source: Attention, target: Attention) -> bool:
     widths = {layer.rope_dims.width if layer.rope_dims else 0 for layer in (source, target)}
     if len(widths) > 1:
         return False
-    return type(source.norm) is type(target.norm) and is_same_circuit(source.qk, target.qk)
+    if source.norm is None or target.norm is None:
+        return source.norm is target.norm and is_same_circuit(source.qk, target.qk)
+    has_same_norm = is_same_circuit(source.norm, target.norm)  # keys of length 1 have two scales
+    return has_same_norm and is_same_circuit(source.qk, target.qk)
 
 
 def is_same_circuit(first: Circuit, second: Circuit) -> bool:

@@ -12,6 +12,7 @@ import math
 from typing import ClassVar
 
 from torch import Tensor
+from torch.nn import Parameter
 
 from qkablate.attention.linalg import affine_basis
 from qkablate.attention.projection.moments import Moments, sqrt_and_inverse, with_bias
@@ -47,6 +48,10 @@ class QK(Circuit):
 
     def forward(self, x_BTD: Tensor, y_BSD: Tensor) -> tuple[Tensor, Tensor]:
         return self.queries(x_BTD), self.keys(y_BSD)
+
+    def unused_parameters(self) -> list[Parameter]:
+        """Return the parameters that the scores do not depend on."""
+        return []
 
     def score_bias(self, first: int, queries: int, keys: int) -> Tensor | None:
         """Return what is added to the scores of the query positions from `first` on, as HTS."""

@@ -7,6 +7,7 @@ from typing import ClassVar
 
 import torch
 from torch import Tensor
+from torch.nn import Parameter
 
 from qkablate.attention.linalg import solve_bias, truncated_svd
 from qkablate.attention.qk.base import QK
@@ -134,6 +135,9 @@ class ReassociatedQK(SeparateQK):
     def __init__(self, spec: Spec) -> None:
         super().__init__(spec)
         self.width, self.key_heads = spec.d_keys, 1
+
+    def unused_parameters(self) -> list[Parameter]:
+        return [] if self.b_k is None else [self.b_k]
 
     def queries(self, x_BTD: Tensor) -> Tensor:
         heads, (w_q_HDK, w_k_HDK) = self.spec.heads, self.low_rank_factors()

@@ -104,17 +104,21 @@ def _title_panels(baselines: Mapping[str, Entry]) -> dict[str, str]:
 
 
 def _chance_layers(entries: list[Entry], y: Spec) -> list[Spec]:
-    """Return a line at the loss of the best guess that does not depend on the sequence."""
-    chance = next((entry.chance for entry in entries if entry.chance is not None), None)
-    if chance is None or not 0 < chance < 1:
+    """Return a line at the loss of the best guess that does not depend on the sequence.
+
+    The accuracy of that guess tells its loss where all answers are equally likely, and where there
+    are two.
+    """
+    known = [entry for entry in entries if entry.chance is not None and 0 < entry.chance < 1]
+    if not known or known[0].chance is None:
         return []
-    rest = 1 - chance
-    # Tasks have answers that are equally likely, or two that are not.
-    loss = (
-        -math.log(chance)
-        if (1 / chance) % 1 < 1e-9
-        else -chance * math.log(chance) - rest * math.log(rest)
-    )
+    chance, rest = known[0].chance, 1 - known[0].chance
+    if math.isclose(1 / chance, round(1 / chance), rel_tol=1e-9):
+        loss = -math.log(chance)
+    elif known[0].arm.config.data.source == "directed":
+        loss = -chance * math.log(chance) - rest * math.log(rest)
+    else:
+        return []
     return _level_layers(loss, f"chance, {loss:.3f}", y, "right")
 
 

@@ -47,8 +47,8 @@ def heat_map_chart(section: Section) -> Chart:
     caption = (
         "Gap in test loss, nats per token, ± half of its 95 % interval"
         f" ({format_n([row['n'] for row in all_rows if row['n']])}). Blue is better, on"
-        " one scale for all panels. In parentheses and gray: no difference found (Holm over all"
-        " gaps), or rates not tuned."
+        " one scale for all panels. In parentheses and gray: neither better nor worse (Holm over"
+        " all gaps), or rates not tuned."
     )
     if any("∞" in row["half"] for row in all_rows):
         caption += " ∞: runs diverged, so the interval is unbounded on that side."

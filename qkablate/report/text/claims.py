@@ -10,6 +10,7 @@ from qkablate.analysis.claims.samples import Exact
 from qkablate.analysis.claims.verdict import Part, SeedsNeeded, is_deciding
 from qkablate.analysis.comparison.audit import MARKS, group_checks
 from qkablate.analysis.comparison.gaps import perplexity_percent
+from qkablate.analysis.stats import Interval
 from qkablate.analysis.study.study import Study
 from qkablate.errors import sanitize
 from qkablate.report.text.numbers import format_value
@@ -180,8 +181,8 @@ def _format_details(judged: PartJudgement, alpha: float) -> str:
     sample, spec, text = judged.part.sample, judged.comparison.spec, []
     if sample.bca and sample.sign_flip is not None and sample.sd:
         text += [
-            f"detectable {format_known(sample.detectable(2 * alpha))} (one-sided)",
-            f"BCa 95 % (seeds alone) {format_interval(judged.unit.natural_interval(*sample.bca))}",
+            f"detectable {_format_detectable(judged, alpha)} (one-sided)",
+            f"BCa 95 % (seeds alone) {_format_bca(judged, sample.bca)}",
             f"sign flip p {sample.sign_flip:.4f}",
         ]
     if spec.of == "gap" and spec.horizon not in OVER_LENGTHS and spec.than is None:
@@ -214,6 +215,20 @@ def _format_details(judged: PartJudgement, alpha: float) -> str:
     is_gap = judged.unit is Unit.NATS and spec.horizon not in OVER_LENGTHS
     what = "gaps" if is_gap else "values"
     return f"{judged.part.name}: {', '.join([*text, f'{what} {every}'])}"
+
+
+def _format_detectable(judged: PartJudgement, alpha: float) -> str:
+    size = judged.part.sample.detectable(2 * alpha)
+    if size is None or judged.unit is not Unit.RATIO:
+        return format_known(size)
+    return format_value(judged.unit, judged.unit.natural(size))
+
+
+def _format_bca(judged: PartJudgement, bca: Interval) -> str:
+    low, high = judged.unit.natural_interval(*bca)
+    if judged.unit is not Unit.RATIO:
+        return format_interval((low, high))
+    return f"[{format_value(judged.unit, low)}, {format_value(judged.unit, high)}]"
 
 
 def format_seeds_needed(judgement: Judgement) -> list[str]:

@@ -1,6 +1,7 @@
 """Tables of a study's results."""
 
 import dataclasses
+import re
 
 from qkablate.analysis.comparison.audit import MARKS, NOTE, group_checks, worst_state
 from qkablate.analysis.comparison.curves import CurveSummary
@@ -35,7 +36,7 @@ def make_tables(summary: StudySummary) -> list[Table]:
             if (series := [series for series in summary.series if series.along == along])
         ),
         *make_scaling_tables(summary.scaling, summary.gaps),
-        *([_front_table(summary.fronts)] if summary.fronts else []),
+        *_make_front_tables(summary.fronts),
     ]
 
 
@@ -137,13 +138,21 @@ def _gap_notes(gaps: list[GapSummary], floor: NoiseFloor) -> list[str]:
     return notes + _audit_notes(gaps)
 
 
+def replace_name(text: str, name: str, by: str) -> str:
+    """Replace an arm's name in a text, but no longer name that begins with it."""
+    return re.sub(rf"(?<![\w=-]){re.escape(name)}(?![\w=-]|\.\w)", by, text)
+
+
 _INITIALIZATION = ("initialization", NOTE)  # the only note that no column shows
 
 
 def _audit_notes(gaps: list[GapSummary]) -> list[str]:
     """Return each warning of the audits once, with its arms."""
     groups = group_checks(
-        (gap.arm, dataclasses.replace(check, message=check.message.replace(gap.arm, "the arm")))
+        (
+            gap.arm,
+            dataclasses.replace(check, message=replace_name(check.message, gap.arm, "the arm")),
+        )
         for gap in gaps
         for check in gap.audit
         if check.is_warning or (check.name, check.state) == _INITIALIZATION
@@ -264,11 +273,24 @@ def _series_table(along: str, series_of_arms: list[SeriesSummary]) -> Table:
     return Table(title, head, rows, notes)
 
 
-def _front_table(fronts: list[Front]) -> Table:
-    rows, dominated = [], []
-    longest = max(front.tokens for front in fronts)
+def _make_front_tables(fronts: list[Front]) -> list[Table]:
+    """Return a table per data set, of its longest runs."""
+    by_data: dict[str, list[Front]] = {}
     for front in fronts:
-        for arm in front.arms if front.tokens == longest else ():
+        by_data.setdefault(front.data_fingerprint, []).append(front)
+    tables = []
+    for own in by_data.values():
+        tokens = max(front.tokens for front in own)
+        source = f" of {own[0].data}" if len(by_data) > 1 else ""
+        title = f"Pareto fronts of loss and cost, at {format_short(tokens)} tokens{source}"
+        tables.append(_front_table(title, [front for front in own if front.tokens == tokens]))
+    return tables
+
+
+def _front_table(title: str, fronts: list[Front]) -> Table:
+    rows, dominated = [], []
+    for front in fronts:
+        for arm in front.arms:
             if arm.is_significant and not arm.is_optimal:
                 dominated.append(f"{arm.arm} ({front.cost})")
                 continue
@@ -281,7 +303,6 @@ def _front_table(fronts: list[Front]) -> Table:
         " several rates is shown at the one with the lowest validation loss",
         "for time, give --times FILE, from `qkablate cost --measure --json`",
     ]
-    title = f"Pareto fronts of loss and cost, at {format_short(longest)} tokens"
     return Table(title, ["arm", "cost", "mean test loss", ""], rows, notes)
 
 

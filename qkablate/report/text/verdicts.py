@@ -1,5 +1,7 @@
 """The verdicts of a study, short enough for one screen."""
 
+from collections.abc import Sequence
+
 from qkablate.analysis.comparison.audit import MARKS
 from qkablate.analysis.comparison.summary import GapSummary, StudySummary
 from qkablate.report.text.table import Table, format_known
@@ -13,26 +15,28 @@ from qkablate.table import format_list, format_nats
 
 
 def make_verdict_tables(summary: StudySummary) -> list[Table]:
-    """Return one table per baseline, or one of all arms where there is none.
+    """Return one table per baseline, and one of the arms that are compared with none.
 
     The columns that decide come first: on a narrow terminal the others follow in a second block.
     """
     baselines = [floor.baseline for floor in summary.noise_floor]
-    return [_make_table(summary, baseline) for baseline in baselines] or [_make_table(summary)]
+    compared = {*baselines, *(gap.arm for gap in summary.gaps)}
+    alone = [arm.arm for arm in summary.arms if arm.arm not in compared]
+    tables = [_make_table(summary, baseline) for baseline in baselines]
+    return [*tables, _make_table(summary, None, alone)] if alone or not tables else tables
 
 
-def _make_table(summary: StudySummary, baseline: str | None = None) -> Table:
+def _make_table(summary: StudySummary, baseline: str | None, alone: Sequence[str] = ()) -> Table:
     gaps = {gap.arm: gap for gap in summary.gaps if gap.baseline == baseline}
     nats = next((gap.margin.nats for gap in gaps.values() if gap.margin), None)
-    has_accuracy = any(arm.accuracy is not None for arm in summary.arms)
+    arms = [arm for arm in summary.arms if arm.arm in {baseline, *gaps, *alone}]
+    has_accuracy = any(arm.accuracy is not None for arm in arms)
     head = ["arm"]
     head += ["gap", "95 % interval", "decision", "p (Holm)"] if baseline else []
     head += ["done", "test loss", *["accuracy", "chance"] * has_accuracy]
     head += [f"p (gap ≥ {nats:g})", f"p (beyond ± {nats:g})"] if nats is not None else []
     rows = []
-    for arm in summary.arms:
-        if baseline and arm.arm != baseline and arm.arm not in gaps:
-            continue
+    for arm in arms:
         gap = gaps.get(arm.arm)
         cells = [arm.arm, *(_gap_cells(gap) if baseline else [])]
         cells += [f"{arm.n}/{len(arm.runs)}", format_known(arm.mean)]
@@ -42,7 +46,8 @@ def _make_table(summary: StudySummary, baseline: str | None = None) -> Table:
             cells += [format_p(margin.p_noninferior if margin else None)]
             cells += [format_p(margin.p_equivalent if margin else None)]
         rows.append(cells)
-    title = f"gaps to {baseline}, paired by seed" if baseline else "test loss"
+    title = "test loss of arms that are compared with none" if summary.noise_floor else "test loss"
+    title = f"gaps to {baseline}, paired by seed" if baseline else title
     notes = [*describe_verdicts([*gaps.values()]), *_warnings([*gaps.values()])]
     return Table(f"{title}; nats per token", head, rows, notes)
 

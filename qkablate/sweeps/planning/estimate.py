@@ -7,7 +7,8 @@ import signal
 import statistics
 import threading
 import time
-from collections.abc import Callable, Collection, Mapping
+from collections import Counter
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from multiprocessing.connection import Connection, wait
@@ -113,16 +114,19 @@ def estimate_sweep(
     manifest: Manifest,
     estimates: Mapping[str, RunEstimate],
     slots: int,
-    done: Collection[str] = (),
+    done: Mapping[str, str] = MappingProxyType({}),
     fractions: Mapping[str, float] = MappingProxyType({}),
 ) -> SweepCost:
     """Estimate the whole sweep: the largest runs first, each in the slot that is free first.
 
-    `fractions` are the parts that are trained of runs that branch off another one, by their id.
+    By id, `done` are the arms of runs that need not be trained, and `fractions` the parts that are
+    trained of runs that branch off another one.
     """
     left = [(run.arm, fractions.get(run.id, 1.0)) for run in manifest.runs if run.id not in done]
+    planned = {run.id for run in manifest.runs}
+    later = Counter(arm for id, arm in done.items() if id not in planned)
     for name, refinement in refinement_sizes(manifest).items():
-        left += [(name, 1.0)] * (refinement + len(manifest.finals))
+        left += [(name, 1.0)] * (refinement + len(manifest.finals) - later[name])
     busy = [0.0] * slots
     for seconds in sorted((-estimates[name].seconds * part for name, part in left)):
         heapq.heapreplace(busy, busy[0] - seconds)

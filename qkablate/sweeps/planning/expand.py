@@ -127,7 +127,7 @@ class _Expansion:
         shared = share_length_settings(share_test_tokens(self.arms.values()))
         arms = {
             arm.name: dataclasses.replace(arm, baseline=None) if arm.baseline == arm.name else arm
-            for arm in share_compile(share_vmap(shared))
+            for arm in self._merge(share_compile(share_vmap(shared)))
         }
         if settings.tune:
             typed = self.grid.choices.get("optim.lr", [])
@@ -254,6 +254,23 @@ class _Expansion:
         kind = "unmatched" if isinstance(reason, ControlOutOfReach) else "unsupported"
         name = self._name(overrides, control)
         self.left_out.append(LeftOutArm(name, control, str(reason), kind))
+
+    def _merge(self, arms: Iterable[Arm]) -> list[Arm]:
+        """Return the arms without those that have become another one, as by shared test tokens."""
+        kept: dict[str, Arm] = {}  # by the id of the first run
+        names: dict[str, str] = {}
+        for arm in arms:
+            one = kept.setdefault(arm.run(self.changes[0]).id, arm)
+            names[arm.name] = one.name
+            if one is not arm:
+                reason = f"is {one.name}, which is in the grid"
+                self.left_out.append(LeftOutArm(arm.name, arm.controls[0], reason, "duplicate"))
+        return [
+            dataclasses.replace(
+                arm, baseline=arm.baseline and names.get(arm.baseline, arm.baseline)
+            )
+            for arm in kept.values()
+        ]
 
     def _add_floors(self) -> None:
         """Add uniform attention, which has no baseline, where attention is compared."""

@@ -2,6 +2,7 @@
 
 from collections import Counter, defaultdict
 from collections.abc import Collection, Mapping
+from types import MappingProxyType
 from typing import Any
 
 from qkablate.config import EngineConfig
@@ -21,14 +22,14 @@ def format_plan(
     manifest: Manifest,
     slots: int,
     estimates: Estimates | None = None,
-    done: Collection[str] = (),
+    done: Mapping[str, str] = MappingProxyType({}),
     engine: EngineConfig | None = None,
     *,
     share_prefix: bool = True,
     is_summary: bool = False,
     screen: Screen = PLAIN,
 ) -> list[str]:
-    """Return the lines of the plan. `done` are the ids of runs that need not be trained.
+    """Return the lines of the plan. `done` are the arms of runs that need not be trained, by id.
 
     A summary has no table of arms, and no reasons of those left out.
     """
@@ -182,7 +183,7 @@ def plan_to_json(
     manifest: Manifest,
     slots: int,
     estimates: Estimates | None,
-    done: Collection[str],
+    done: Mapping[str, str],
     *,
     share_prefix: bool = True,
 ) -> dict[str, Any]:

@@ -245,7 +245,10 @@ class Ranks:
         with warnings.catch_warnings():  # torch 2.13 renames broadcast_buffers
             warnings.simplefilter("ignore", FutureWarning)
             return DistributedDataParallel(
-                module, broadcast_buffers=False, gradient_as_bucket_view=True
+                module,
+                broadcast_buffers=False,
+                gradient_as_bucket_view=True,
+                find_unused_parameters=bool(model.unused_parameters()),
             )
 
     def sync_gradients(self, loss: Any, enabled: bool) -> AbstractContextManager[Any]:

@@ -128,7 +128,9 @@ class RunStack:
             weights_K, *tensors = read[micro * size : (micro + 1) * size]
             losses_K = self._losses(tensors) * weights_K
             grads = torch.autograd.grad(
-                (losses_K / micro_steps).sum(), [self._leaves[part.name] for part in self._parts]
+                (losses_K / micro_steps).sum(),
+                [self._leaves[part.name] for part in self._parts],
+                materialize_grads=True,  # some variants do not use a norm or a bias
             )
             flat = [grad.flatten(1) for grad in grads]
             if micro:

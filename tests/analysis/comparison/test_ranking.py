@@ -174,7 +174,7 @@ def test_lengths_and_sizes_are_ranked_separately(cached_world):
 def cost_of(arm, cost):
     return {
         "params": arm.params,
-        "training FLOPs": arm.flops,
+        "training FLOPs": arm.train_flops,
         "KV bytes per token": 2 * arm.kv_cache_numbers,
     }[cost]
 

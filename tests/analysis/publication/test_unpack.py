@@ -52,6 +52,22 @@ def test_runs_of_other_numerics_are_read(name, monkeypatch, tmp_path):
     assert planned <= {one.rpartition("-")[2] for one in ids[1]}
 
 
+def test_looks_of_other_machine_settings_are_read(monkeypatch, tmp_path):
+    """An arm of one name has other settings in the second look."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    (path,) = RESULTS.glob("book_start-*.json.gz")
+    published = archive.read_archive(path)
+    (seeds,) = published.looks
+    look = json.loads(json.dumps(published.looks[seeds]))
+    for arm in look["manifest"]["arms"].values():
+        arm["config"]["matmul"] = "onednn"
+    look["manifest"]["id"] = "0123456789ab"
+    published.looks["99"] = look
+    (tmp_path / "two").mkdir()
+    folder = unpack_archives([published.write(tmp_path / "two")])
+    assert len([*(folder / "runs").iterdir()]) == len(published.runs)
+
+
 def test_folder_of_a_faster_process_is_used(full):
     full.append(lambda target: target.mkdir())
     folder = unpack_archives([])

@@ -183,6 +183,14 @@ def test_grids_that_differ_in_a_setting_are_told_apart(cached_world):
     assert len(laws) == 4
 
 
+def test_two_lengths_with_two_warmups_are_no_three_lengths(cached_world):
+    words = (*GRID[:2], "train.steps=12,24", SIZES, "optim.warmup=1,2")
+    fits = fit_grids(find_families(finish(cached_world(*words)).study()))
+    assert [fit.summary.arm for fit in fits] == ["no_q-h2-warmup=1", "no_q-h2-warmup=2"]
+    assert [(fit.summary.sizes, fit.summary.lengths) for fit in fits] == [(3, 2)] * 2
+    assert all("3 × 3" in fit.summary.reason for fit in fits)
+
+
 def test_heads_as_an_axis_are_grids_of_their_own(cached_world):
     words = (*GRID[:2], "train.steps=12,24,48", SIZES, "model.heads=2,4")
     fits = fit_grids(find_families(finish(cached_world(*words)).study()))

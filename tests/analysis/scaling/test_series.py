@@ -11,6 +11,7 @@ from qkablate.analysis.comparison.gaps import find_families
 from qkablate.analysis.scaling.series import (
     describe_series,
     equivalent_log_factor,
+    exp,
     find_series,
     measure_growth,
 )
@@ -224,6 +225,27 @@ def test_rates_are_not_mixed(cached_world):
         assert len(one.gaps) == 3
         assert len({gap.arm.rate for gap in one.gaps}) == 1
         assert all(gap.arm.rate == gap.baseline.rate for gap in one.gaps)
+
+
+def test_warmups_as_an_axis_are_series_of_their_own(cached_world):
+    """No gap is left out, or shown as that of another setting."""
+    world = cached_world(
+        "variant=standard,no_q", "seed=0", "train.steps=12,24,48", "optim.warmup=1,2"
+    )
+    of_tokens(
+        world,
+        lambda run, tokens: power_law(tokens) + is_arm(run) * (0.1 if "warmup=1" in run.arm else 0),
+    )
+    found = find_series(find_families(world.study()))
+    assert {one.name for one in found} == {"no_q-d16-h2-warmup=1", "no_q-d16-h2-warmup=2"}
+    for one in found:
+        expected = 0.1 if one.name.endswith("1") else 0.0
+        assert [gap.sample.mean for gap in one.gaps] == pytest.approx([expected] * 3)
+
+
+def test_factor_beyond_a_float_is_infinite():
+    assert exp(800.0) == math.inf
+    assert exp(1.0) == math.e
 
 
 def test_tuned_lengths_form_a_single_series(cached_world):

@@ -118,6 +118,15 @@ def test_unsupported_projection_leaves_the_target_unchanged(qk, ov, more, why):
         project_layer(source, target, moments_of(source))
 
 
+def test_keys_of_length_1_with_another_scale_are_not_copied():
+    """`init=naive` and `matched` multiply the same keys by other numbers."""
+    source, target = (
+        random_layer("shared", norm="unit_keys", init=init) for init in ("naive", "matched")
+    )
+    assert source.scale != target.scale
+    assert find_obstacle(source, target).startswith("the queries or keys are normalized")
+
+
 def test_uniform_attention_keeps_nothing_of_the_scores_and_all_of_the_outputs():
     source, target = random_layer("separate", bias=True), random_layer("uniform", bias=True)
     loss = project_layer(source, target, moments_of(source))

@@ -491,9 +491,18 @@ def test_arms_of_one_variant_are_told_apart_by_labels(section):
     assert label["label"] == "params"
 
 
-@pytest.mark.parametrize(("chance", "loss"), [(1 / 32, math.log(32)), (2 / 3, 0.63651)])
-def test_loss_chart_of_a_task_has_a_line_at_chance(make_world, section_of, loss_of, chance, loss):
-    world = make_world("variant=standard,no_q", "seed=0,1")
+@pytest.mark.parametrize(
+    ("data", "chance", "loss"),
+    [
+        ("recall", 1 / 32, math.log(32)),
+        ("induction", 1 / 99, math.log(99)),  # which is not 1 / (1 / 99) to the last bit
+        ("directed", 2 / 3, 0.63651),
+    ],
+)
+def test_loss_chart_of_a_task_has_a_line_at_chance(
+    make_world, section_of, loss_of, data, chance, loss
+):
+    world = make_world("variant=standard,no_q", "seed=0,1", f"data={data}", "model.context=64")
     world.finish(
         lambda run: {"loss": dict.fromkeys(("train", "val", "test"), 2.0), "chance": chance}
     )
@@ -505,6 +514,22 @@ def test_loss_chart_of_a_task_has_a_line_at_chance(make_world, section_of, loss_
     assert rule["data"]["values"] == [{"loss": pytest.approx(loss, abs=1e-4)}]
     assert text["mark"]["text"].startswith("chance, ")
     assert "guessing" in chart.caption
+
+
+@pytest.mark.parametrize("chance", [None, 0.3407, 0.25001, 1.0])
+def test_loss_chart_has_no_line_where_the_loss_of_guessing_is_unknown(
+    make_world, section_of, loss_of, chance
+):
+    """The share of the most common of several tags does not tell the entropy of all."""
+    world = make_world("variant=standard,no_q", "seed=0,1")
+    world.finish(
+        lambda run: {"loss": dict.fromkeys(("train", "val", "test"), 2.0), "chance": chance}
+    )
+    for run in world.runs():
+        world.curve(run, dict.fromkeys(range(1, 7), 2.0))
+    chart = charts_by_name(section_of(world))["losses"]
+    assert "chance" not in json.dumps(chart.panels[0].spec)
+    assert "guessing" not in chart.caption
 
 
 def test_loss_chart_has_a_line_at_step_0(make_world, section_of, loss_of):

@@ -1,5 +1,7 @@
 """The table of verdicts: a short decision in the first block, its conditions below."""
 
+import dataclasses
+
 import pytest
 
 from qkablate.report.text.tables import make_tables
@@ -26,6 +28,15 @@ def test_decision_is_short_and_its_conditions_are_notes(summary):
         "worse at this rate (not tuned): no_q-d16-h2",
         "no difference found at this rate (not tuned): shared_qk-d16-h2",
     ]
+
+
+def test_arms_without_a_baseline_have_a_table_of_their_own(summary):
+    """Runs of a data set without a baseline are shown, too."""
+    gaps = [gap for gap in summary.gaps if not gap.arm.startswith("no_q")]
+    compared, alone = make_verdict_tables(dataclasses.replace(summary, gaps=gaps))
+    assert {row[0].partition("-")[0] for row in compared.rows} == {"standard", "shared_qk"}
+    assert [row[0].partition("-")[0] for row in alone.rows] == ["no_q"]
+    assert alone.title.startswith("test loss of arms that are compared with none")
 
 
 def test_no_perplexity_of_zero_has_a_minus_sign(cached_world, section_of):

@@ -197,9 +197,10 @@ def test_total_time_packs_largest_runs_first(tmp_path, slots, total):
 def test_done_runs_cost_nothing(tmp_path):
     manifest = named(tmp_path, 2)
     times = fixed(a=5.0, b=3.0, c=7.0)
-    done = [run.id for run in manifest.runs if run.arm != "b"]
-    assert estimate_sweep(manifest, times, 1, done).seconds == 6
-    assert estimate_sweep(manifest, times, 1, [run.id for run in manifest.runs]).seconds == 0
+    done = {run.id: run.arm for run in manifest.runs}
+    assert estimate_sweep(manifest, times, 1, done).seconds == 0
+    del done[next(id for id, arm in done.items() if arm == "b")]
+    assert estimate_sweep(manifest, times, 1, done).seconds == 3
 
 
 def test_all_runs_of_tuning_are_counted(tmp_path):
@@ -207,6 +208,9 @@ def test_all_runs_of_tuning_are_counted(tmp_path):
     refinement = 2 * 2  # on both sides of the best rate, with both tuning seeds
     total = estimate_sweep(named(tmp_path, 2, 3), times, 1).seconds
     assert total == (2 + refinement + 3) * 15
+    manifest = named(tmp_path, 2, 3)
+    done = {run.id: run.arm for run in manifest.runs} | {"refined": "a", "final": "c"}
+    assert estimate_sweep(manifest, times, 1, done).seconds == (refinement + 3) * 15 - 5 - 7
 
 
 @pytest.mark.parametrize(

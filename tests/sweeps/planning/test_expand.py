@@ -51,6 +51,16 @@ def ids(manifest, variant=None):
 
 # Arms that are left out, and errors.
 
+
+def test_arm_that_shared_test_tokens_make_another_one_is_left_out(expand):
+    """All arms of one data set read as many: `auto` becomes the other number."""
+    manifest = expand("variant=standard,no_q", "train.test_tokens=auto,40000", "data=directed")
+    assert {run.arm for run in manifest.runs} == {*manifest.arms}
+    assert len(manifest.arms) == 2
+    assert {arm.baseline for arm in manifest.arms.values()} <= {None, *manifest.arms}
+    assert [left.kind for left in manifest.left_out] == ["duplicate"] * 2
+
+
 IMPOSSIBLE = [
     (["model.heads=2,3"], {"standard-d16-h3"}, "model.heads: 3 does not divide model.d_model=16"),
     (["model.d_model=16,18", "model.heads=4,2"], {"standard-d18-h4"}, "does not divide"),
@@ -730,7 +740,7 @@ def test_plan_of_a_design_says_what_it_saves(expand):
     manifest = expand(*AXES, "sweep.design=one_at_a_time")
     (line,) = (line for line in format_plan(manifest, 1) if line.startswith("design"))
     assert "6 of the 18 combinations of the grid; interactions are not estimated" in line
-    assert plan_to_json(manifest, 1, None, ())["combinations"] == (6, 18)
+    assert plan_to_json(manifest, 1, None, {})["combinations"] == (6, 18)
     grid = expand(*AXES)
     assert not any(line.startswith("design") for line in format_plan(grid, 1))
 

@@ -225,7 +225,9 @@ PAIRS += ("model.source=12", "model.context=12")
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    "data", [("data=reverse", "optim=muon"), COMMANDS, PAIRS], ids=lambda w: w[0][5:]
+    "data",
+    [("data=reverse", "optim=muon"), ("data=sort", "variant=uniform"), COMMANDS, PAIRS],
+    ids=lambda w: w[0][5:],
 )
 def test_translator_on_two_processes_equals_one(qkablate, torchrun, tmp_path, data):
     """Micro-batches of padded pairs have unequally many answers."""

@@ -72,6 +72,17 @@ def test_losses_of_every_variant_are_those_of_single_runs(tmp_path, variant):
     assert_parity(make_plans(tmp_path, 2, variant=variant), 12)
 
 
+@pytest.mark.parametrize("variant", ["uniform", "static_scores"])
+def test_norm_of_queries_that_are_not_read_is_left_alone(tmp_path, variant):
+    model, data = FORMS["translator"]
+    assert_parity(make_plans(tmp_path, 2, variant=variant, model=model, data=data), 4)
+
+
+def test_bias_that_is_left_out_is_left_alone(tmp_path):
+    plans = make_plans(tmp_path, 2, variant="standard_reassociated", model={"bias": True})
+    assert_parity(plans, 4)
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("variant", ["standard", "merged_w", "gqa", "no_q", "mla", "shared_qk"])
 def test_losses_after_200_steps_are_those_of_single_runs(tmp_path, variant):
