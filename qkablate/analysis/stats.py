@@ -370,6 +370,11 @@ def _sampled_sd(n: int) -> np.ndarray:
     return np.asarray(np.sqrt(stats.chi2.ppf(u, n - 1) / (n - 1)))
 
 
+def exp(value: float) -> float:
+    """Return e to a power, infinite where it is too large for a float."""
+    return math.exp(value) if value < 709 else math.inf
+
+
 def detectable_effect(
     sd: float, n: int, alpha: float = ALPHA, power: float = POWER
 ) -> float | None:

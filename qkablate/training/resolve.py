@@ -165,7 +165,8 @@ def build_empty_model(config: Config, vocabulary: int) -> Model:
             padding=config.data.source in PADDED_SOURCES,
         )
     model.checkpoint_activations = config.train.checkpoint_activations
-    model.has_external_circuits = has_external(config.variant)
+    if config.train.checkpoint_activations:
+        model.has_external_circuits = has_external(config.variant)
     return model
 
 

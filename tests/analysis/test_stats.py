@@ -15,6 +15,7 @@ from qkablate.analysis.stats import (
     Sample,
     Spread,
     detectable_effect,
+    exp,
     holm,
     power_below,
     power_equivalence,
@@ -76,6 +77,11 @@ def bca_by_hand(values, resamples=20_000):
 
 
 # The t interval
+
+
+def test_power_beyond_a_float_is_infinite():
+    assert exp(800.0) == math.inf
+    assert exp(1.0) == math.e
 
 
 def test_example_of_student_1908():

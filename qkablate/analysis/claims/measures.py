@@ -19,7 +19,7 @@ from qkablate.analysis.claims.verdict import KINDS
 from qkablate.analysis.comparison.curves import combine_curves
 from qkablate.analysis.comparison.gaps import Gap
 from qkablate.analysis.outliers import FailureRisk, measure_risks
-from qkablate.analysis.stats import ALPHA, Interval, Sample, Spread
+from qkablate.analysis.stats import ALPHA, Interval, Sample, Spread, exp
 from qkablate.analysis.study.loss_curves import MAX_READINGS, VAL, LossCurve
 from qkablate.analysis.study.study import Record, Seeds
 from qkablate.config import TEXT_SOURCES
@@ -41,7 +41,7 @@ class Unit(Enum):
     def natural(self, cost: float) -> float:
         """Return the value as it is shown: a difference, or a ratio."""
         if self is Unit.RATIO:
-            return math.exp(cost) if cost < 700 else math.inf
+            return exp(cost)
         return -cost if self is Unit.SHARE else cost
 
     def natural_interval(self, low: float, high: float) -> tuple[float, float]:

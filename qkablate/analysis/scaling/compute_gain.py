@@ -16,8 +16,8 @@ import numpy as np
 from qkablate.analysis.comparison.gaps import Family, Gap
 from qkablate.analysis.scaling.asymptote import Asymptote, fit_asymptote
 from qkablate.analysis.scaling.law import REACH, Observations, ScalingLaw, fit_law
-from qkablate.analysis.scaling.series import common_seeds, exp, find_grids
-from qkablate.analysis.stats import MIN_PAIRS, Estimate, Interval, Sample, describe_sample
+from qkablate.analysis.scaling.series import common_seeds, find_grids
+from qkablate.analysis.stats import MIN_PAIRS, Estimate, Interval, Sample, describe_sample, exp
 from qkablate.analysis.study.study import Entry, Seeds
 from qkablate.table import format_count
 

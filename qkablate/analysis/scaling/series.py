@@ -10,7 +10,7 @@ from qkablate.analysis.comparison.audit import is_annealed
 from qkablate.analysis.comparison.curves import fit_slopes
 from qkablate.analysis.comparison.gaps import Family, Gap
 from qkablate.analysis.scaling.power_curve import find_exponent, make_design
-from qkablate.analysis.stats import Estimate, Interval, Sample, describe_sample
+from qkablate.analysis.stats import Estimate, Interval, Sample, describe_sample, exp
 from qkablate.analysis.study.study import Entry, Seeds
 
 MIN_POINTS = 3  # for a curve
@@ -62,7 +62,7 @@ def _split(gaps: list[Gap], places: Sequence[object], keys: tuple[str, ...]) -> 
     """Divide gaps by the settings that mostly follow the length, if several have one place."""
     if len({*places}) == len(gaps):
         return [gaps]
-    return _group(gaps, tuple(key for key in keys if key not in _FOLLOWING), solved=False)
+    return _group(gaps, tuple(key for key in keys if key not in _FOLLOWING))
 
 
 def _differing_settings(parts: list[list[Gap]], keys: tuple[str, ...]) -> list[list[str]]:
@@ -131,10 +131,10 @@ def _find_settings(entry: Entry) -> dict[str, str]:
     return {**entry.arm.overrides, **rate}
 
 
-def _group(gaps: Sequence[Gap], keys: tuple[str, ...], *, solved: bool = True) -> list[list[Gap]]:
+def _group(gaps: Sequence[Gap], keys: tuple[str, ...]) -> list[list[Gap]]:
     groups: dict[tuple[object, ...], list[Gap]] = {}
     for gap in gaps:
-        groups.setdefault(_group_key(gap, keys, solved=solved), []).append(gap)
+        groups.setdefault(_group_key(gap, keys), []).append(gap)
     return [*groups.values()]
 
 
@@ -149,16 +149,17 @@ def _x(along: str, entry: Entry) -> float:
     return float(entry.tokens if along == "tokens" else entry.arm.params)
 
 
-def _group_key(gap: Gap, keys: tuple[str, ...], *, solved: bool = True) -> tuple[object, ...]:
+def _group_key(gap: Gap, keys: tuple[str, ...]) -> tuple[object, ...]:
     """Return the settings that gaps of one series share.
 
-    Without `solved` the baseline's are read alone: a control's solution varies with size.
+    A control's solution varies with size; the baseline has none.
     """
-    is_solved = gap.arm.arm.controls != ["none"]
-    ignored = (*keys, *(["model.mlp_ratio"] if is_solved else []), "threads", "optim.lr")
-    shared = [entry.settings_without(*ignored) for entry in gap.sides]
-    if is_solved and not solved:
-        shared.append(gap.baseline.settings_without(*keys, "threads", "optim.lr"))
+    solved = ["model.mlp_ratio"] if gap.arm.arm.controls != ["none"] else []
+    ignored = (*keys, "threads", "optim.lr")
+    shared = [
+        gap.arm.settings_without(*ignored, *solved),
+        gap.baseline.settings_without(*ignored),
+    ]
     rate = gap.arm.rate if gap.arm.has_rate_in_name else None
     return str(shared), tuple(gap.arm.arm.controls), rate
 
@@ -266,11 +267,6 @@ class SeriesSummary:
     growth_per_doubling: Estimate | None
     equivalent: Equivalent | None  # None: not measured
     asymptote: Estimate | None  # gap after infinitely many tokens: an extrapolation
-
-
-def exp(value: float) -> float:
-    """Return e to a power, infinite where it is too large for a float."""
-    return math.exp(value) if value < 709 else math.inf
 
 
 def describe_series(series: Series, limit: Sample | None = None) -> SeriesSummary:

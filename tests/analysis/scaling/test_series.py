@@ -11,7 +11,6 @@ from qkablate.analysis.comparison.gaps import find_families
 from qkablate.analysis.scaling.series import (
     describe_series,
     equivalent_log_factor,
-    exp,
     find_series,
     measure_growth,
 )
@@ -241,11 +240,6 @@ def test_warmups_as_an_axis_are_series_of_their_own(cached_world):
     for one in found:
         expected = 0.1 if one.name.endswith("1") else 0.0
         assert [gap.sample.mean for gap in one.gaps] == pytest.approx([expected] * 3)
-
-
-def test_factor_beyond_a_float_is_infinite():
-    assert exp(800.0) == math.inf
-    assert exp(1.0) == math.e
 
 
 def test_tuned_lengths_form_a_single_series(cached_world):
