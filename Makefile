@@ -1,4 +1,4 @@
-.PHONY: help train test test-all test-slow wheel check bench gpu torture pictures docs venv audit hashes clean
+.PHONY: help train test test-all test-slow test-exhaustive wheel check bench gpu torture pictures docs venv audit hashes clean
 PYTHON ?= python3
 BIN := .venv/bin
 EXTRAS ?= dev
@@ -12,17 +12,22 @@ train: venv ## set up, then train merged_w (no download)
 	$(BIN)/qkablate train variant=merged_w
 
 # Hundreds of processes would compile the package anew where the environment forbids bytecode files.
-test test-slow: export PYTHONDONTWRITEBYTECODE =
+test test-slow test-exhaustive: export PYTHONDONTWRITEBYTECODE =
 # worksteal gives a worker whole files, so that it makes what their tests share once.
 
 test: venv ## set up, then run the tests (in 10 to 20 minutes on 2 cores)
-	$(BIN)/pytest -n auto --dist worksteal -m "not slow"
+	$(BIN)/pytest -n auto --dist worksteal -m "not slow and not exhaustive"
 
-# Slow tests wait for other processes nearly half of their time, so there are more of them than cores.
-test-slow: venv ## the tests that `make test` leaves out: clusters, browser, kills, simulations
-	$(BIN)/pytest -n $$($(BIN)/python -c 'import os; print(os.cpu_count() * 2)') --dist worksteal -m slow
+# These wait for other processes nearly half of their time, so there are more of them than cores.
+ALL_BUSY := -n $$($(BIN)/python -c 'import os; print(os.cpu_count() * 2)') --dist worksteal
 
-test-all: test test-slow ## all tests
+test-slow: venv ## one test of everything slow: clusters, browser, kills, servers, compilers (CI runs these, too)
+	$(BIN)/pytest $(ALL_BUSY) -m slow
+
+test-exhaustive: venv ## simulations, injected faults, all combinations (an hour on 2 cores)
+	$(BIN)/pytest $(ALL_BUSY) -m exhaustive
+
+test-all: test test-slow test-exhaustive ## all tests, before a release
 
 wheel: venv ## build the package and try it with every supported Python (about 4 minutes)
 	PATH="$$PWD/$(BIN):$$PATH" scripts/try-wheel

@@ -221,7 +221,7 @@ def prepared(workspace, tiny, monkeypatch, tmp_path) -> Callable[[list[str]], No
     return prepare
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("command", commands())
 def test_commands_of_the_docs_work(
     qkablate, models, prepared, tiny, text, command, tmp_path, shared_cache, monkeypatch
@@ -329,7 +329,7 @@ def test_claim_of_the_docs_plans(qkablate, tmp_path):
     assert "2 arms measured alone, 8 times" in done.out
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_claim_of_the_docs_runs(qkablate, tmp_path):
     (block,) = re.findall(r"```yaml\n(.*?)```", CLAIMS, re.DOTALL)
     block = block.replace("seeds: 8", "seeds: 5\ntuning_seeds: 0")

@@ -72,7 +72,7 @@ def test_equal_arms_are_rarely_dominated(arms):
     assert hidden_truths.dominated(arms, studies=STUDIES) <= 0.06 + SLACK
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("shape", tuning_simulation.SHAPES)
 def test_interval_of_tuned_equal_arms_holds_zero(shape):
     found = tuning_simulation.simulate(shape, 2.0, 0.02, 6, 250)

@@ -20,7 +20,7 @@ def sizes_of(row):
     return [6, 16] if "fails" in row.world or row.measure == "course" else [6]
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 @pytest.mark.parametrize(
     ("row", "n"),
     [

@@ -58,14 +58,14 @@ def test_band_holds_the_whole_curve(correlation):
 # Errors
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize(("truth", "spread"), ONE)
 def test_each_error_is_rare(kind, truth, spread):
     assert not errors(simulation.of_one(kind, truth, spread), untrue(kind, truth))
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 @pytest.mark.parametrize(("kind", "spread", "correlation"), FOUR)
 def test_each_error_is_rare_with_four_parts(kind, spread, correlation):
     found = simulation.of_four(kind, [EDGE[kind]] * 4, spread, correlation, FEWER)

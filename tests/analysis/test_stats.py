@@ -608,7 +608,7 @@ def draw_gaps(shape, studies, n, seed=5):
     return random.standard_t(3, (studies, n)) / math.sqrt(3) if shape == "t3" else normal
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("n", [6, 16])
 @pytest.mark.parametrize("shape", ["normal", "ties", "t3"])
 def test_spread_at_its_edge_is_rarely_misjudged(shape, n):

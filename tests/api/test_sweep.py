@@ -85,7 +85,7 @@ def test_a_sweep_is_that_of_the_command(keys, tiny, qkablate, tmp_path):
     assert len([*folder.parent.iterdir()]) == 1
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_a_script_needs_no_main_guard(keys, tmp_path):
     """Its lines run once: the processes of the runs do not import it."""
     (tmp_path / "script.py").write_text(

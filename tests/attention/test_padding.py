@@ -57,6 +57,7 @@ def test_padding_changes_nothing(pair, is_self):
     check(random_layer(*pair, dtype=torch.float32), torch.float32, is_self=is_self)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("qk", QK_CIRCUITS)
 def test_padding_changes_nothing_with_norms_positions_and_self_mask(qk):
     for norm in ("none", *(("qk", "unit_keys") if qk in NORMABLE else ())):

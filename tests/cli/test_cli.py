@@ -336,7 +336,7 @@ def test_printed_command_of_the_other_arm_works(qkablate, tiny):
     assert qkablate(*shlex.split(line)).code == 0
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("words", [["--help"], ["train", "--help"], ["train", "--cfg", "job"]])
 @pytest.mark.parametrize("unbuffered", ["", "1"])
 def test_output_without_a_reader(spawn, monkeypatch, words, unbuffered):
@@ -356,7 +356,7 @@ def test_closed_streams(tiny, tmp_path):
     assert list(tmp_path.glob("outputs/runs/*/result.json"))
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_multirun_over_every_variant(qkablate, tiny, tmp_path):
     done = qkablate("train", *tiny, "-m", "variant=glob(*)", "train.steps=1", "model.heads=4")
     assert done.code == 0

@@ -73,7 +73,7 @@ def test_every_number_comes_from_the_runs(qkablate, outputs):
     )
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_imported_run_is_converted_on_several_orders_of_the_data(qkablate, tmp_path, monkeypatch):
     """Its errors are those that `inspect --variants` measures on the same text."""
     monkeypatch.setenv("WANDB_MODE", "disabled")
@@ -111,7 +111,7 @@ def test_same_runs_as_of_single_projections(qkablate, outputs):
     assert sorted(path.name for path in (outputs / "runs").glob("finetuned-*")) == before
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 @pytest.mark.skipif(
     importlib.util.find_spec("ray") is None and not os.environ.get("QKABLATE_NEEDS_RAY"),
     reason="Ray is not installed",
@@ -180,7 +180,7 @@ def test_impossible_variants_are_named_with_the_reason(qkablate, outputs):
     assert "sweep.tune=true" not in results.out  # a tuned sweep is no conversion
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 @pytest.mark.parametrize(
     ("words", "is_prepared"),
     [(["variant=no_q,merged_w"], True), (["variant=no_q", "--table"], False)],
@@ -239,7 +239,7 @@ def test_mistakes_are_one_line(qkablate, outputs, words, reason):
     assert not any((outputs / "runs").glob("finetuned-*"))
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_data_is_found_by_its_fingerprint(qkablate, tmp_path, monkeypatch):
     """No path in a run's folder is read, here or in the processes of a sweep."""
     folder = tmp_path / "elsewhere"

@@ -159,7 +159,7 @@ def test_view_is_saved_and_then_updated(qkablate, outputs, sweep):
     assert KEY not in told
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 @needs_workspaces
 def test_each_project_has_a_view_and_a_deleted_one_is_replaced(sweep):
     with ViewServer() as server:

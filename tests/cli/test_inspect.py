@@ -415,6 +415,7 @@ def test_forms_are_a_table_with_every_variant(inspect):
     assert lines[-1].startswith("  qkablate project ")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("words", "sites"),
     [

@@ -117,7 +117,7 @@ def test_the_tests_are_counted(settings):
     assert re.search(expected, measure_gpu.run_tests(settings))
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_nanogpt(settings, tmp_path, monkeypatch):
     """With a model that stands in for it; a failure is one line."""
     monkeypatch.setenv("TORCH_COMPILE_DISABLE", "1")

@@ -186,7 +186,7 @@ def test_given_keys_apply_to_both_runs(qkablate, outputs):
         assert config["variant"]["name"] == {"continued": "standard", "projected": "no_q"}[key]
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_stopped_projection_is_resumed(qkablate, spawn, outputs):
     words = ["project", "standard-d16-h2-s0", "variant=no_q", "finetune.steps=6", "--json"]
     undisturbed = Path(shutil.copytree(outputs, outputs.parent / "calm", symlinks=True))
@@ -271,6 +271,7 @@ FORMS = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("form", FORMS)
 def test_encoder_and_translator_of_a_task_are_projected(qkablate, tmp_path, monkeypatch, form):
     """In the translator only the attention to the source changes; other layers stay as they are."""
@@ -347,6 +348,7 @@ PLACES = {  # what the parent's folder says of its data, and what the user gives
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("case", PLACES)
 def test_pairs_are_read_from_the_users_file(qkablate, of_pairs, trained_on_pairs, tmp_path, case):
     theirs, head, words = PLACES[case]

@@ -702,7 +702,7 @@ def test_completion(qkablate, monkeypatch, sweep, claim, run_of, shell):
     assert complete(qkablate, monkeypatch, "qkablate report small --f", shell) == ["--format"]
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_published_claims_are_in_the_order_of_the_questions():
     """An alphabetical page would begin anywhere."""
     sources = find_sources([str(PUBLISHED)], "outputs")

@@ -302,7 +302,7 @@ def test_plan_whose_steps_are_too_long_to_be_timed(qkablate, small, monkeypatch)
     assert f"cost     not estimated: {reason}\n" in told.out
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_killed_dry_run_leaves_no_process(spawn, small):
     planning = spawn(*small, *LONG_STEP, "--dry-run")
     helpers = ["resource_tracker", "forkserver", "timing"]
@@ -408,7 +408,7 @@ def test_train_proposes_the_own_folder_again(qkablate, tiny, own_configs):
         assert command[command.index("--config-dir") + 1] == str(own_configs)
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_sweep_of_translators_is_read_by_every_verb(qkablate):
     size = ("model.layers=1", "model.d_model=16", "model.heads=2", "train.steps=30", "threads=1")
     words = ("model=nano_translator", "data=reverse", "data.val_tokens=512", "data.test_tokens=512")

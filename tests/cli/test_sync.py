@@ -102,7 +102,7 @@ for kind in (masked, ["data=stdlib_tags", "data.vocab_size=257"]):
 """
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_runs_of_encoders_arrive_with_their_examples(server, qkablate, monkeypatch, tmp_path):
     """One is trained on masked text, and one on tags, in one process."""
     monkeypatch.setenv("WANDB_API_KEY", KEY)

@@ -31,7 +31,7 @@ WRONG = """
 """
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("bias", [False, True])
 @pytest.mark.parametrize("position", ["learned", "alibi", "rope"])
 def test_every_variant_holds(qkablate, bias, position):
@@ -106,7 +106,7 @@ TRANSLATOR = ("model=nano_translator", "model.d_model=16", "model.source=11")
 OF_CROSS = {"both streams", "FLOPs of two streams", "source cache", "M_h of two streams"}
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("bias", [False, True])
 @pytest.mark.parametrize("position", ["learned", "rope"])
 def test_every_variant_holds_at_every_site(qkablate, bias, position):
@@ -207,7 +207,7 @@ def test_unsupported_variant_is_left_out_and_not_proposed(qkablate):
     assert none.err.endswith("no requested variant supports this size\n")
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("heads", [8, 2])
 def test_small_heads_hold(qkablate, heads):
     words = ("model.d_model=8", f"model.heads={heads}", "model.context=4")
@@ -215,7 +215,7 @@ def test_small_heads_hold(qkablate, heads):
     assert done.code == 0, done.out
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("kernel", ["math", "folded"])
 def test_forced_kernels_hold(qkablate, kernel):
     assert qkablate("verify", *SMALL, f"attention.kernel={kernel}").code == 0

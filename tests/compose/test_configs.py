@@ -8,6 +8,7 @@ from qkablate.compose.configs import compose, compose_jobs, open_hydra
 from qkablate.config import Config, config_names, variants
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("group", ["variant", "model", "data"])
 def test_a_choice_is_that_of_hydra(group):
     with open_hydra():

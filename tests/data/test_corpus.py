@@ -424,7 +424,7 @@ def test_text_prepared_before_files_were_recorded_is_read(folder, cache):
     assert prepared.document_files("test") is None
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_tokens_do_not_depend_on_threads_or_hash_seed(folder, cache, monkeypatch, tmp_path):
     """Processes differ in string hashes and numbers of threads."""
     words = ["data=text", f"data.path={folder}", "data.tokenizer=bpe", "data.vocab_size=290"]

@@ -77,6 +77,7 @@ def test_model_without_matrices_of_scores_is_held_by_its_own_scores_alone():
     assert set(errors.values()) == {0}
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("form", ["encoder", "encoder_decoder"])
 def test_padding_changes_no_form(form):
     run = random_run(Path("unused"), "standard", layers=1, form=form)

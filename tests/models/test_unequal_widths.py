@@ -217,6 +217,7 @@ def test_cache_of_a_source_is_that_of_real_tensors(name, width):
     assert cached_by_site(model)["cross"] == sum(t.numel() for t in tensors.values()) / SOURCE
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("bias", [False, True])
 @pytest.mark.parametrize(("name", "sites", "width"), CASES)
 def test_identities_hold(name, sites, width, bias):

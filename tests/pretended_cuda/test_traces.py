@@ -53,6 +53,7 @@ def check(case, traced):
     assert sum(traced["reads"]["evaluate"].values()) == 2
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("case", [*CASES, *FORMS], ids=lambda case: case.name)
 def test_runs_are_sound_on_cuda(trace, case):
     check(case, trace(case))
@@ -73,7 +74,7 @@ def test_the_cases_cover_every_variant_and_pair():
     }
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("case", product([*variants()], SHARE), ids=lambda case: case.name)
 def test_a_sample_of_all_runs_is_sound(trace, case):
     """With QKABLATE_ALL_TRACES=1 it is all of them."""
@@ -101,7 +102,7 @@ def test_steps_of_vmapped_runs_read_nothing(trace, case):
     assert found == [{}, {}, {}, {}]
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("case", CHOSEN, ids=lambda case: case.variant)
 def test_the_chosen_kernel_keeps_little(trace, case):
     """With it no variant keeps a weight for each pair of positions of each window."""
@@ -142,6 +143,7 @@ PLANTED = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("fault", PLANTED)
 def test_a_planted_fault_is_found(trace, fault):
     case, expected = PLANTED[fault]

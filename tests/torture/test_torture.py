@@ -7,7 +7,7 @@ import pytest
 from tests.torture.tally import FAULTS
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("name", FAULTS)
 def test_faults_lose_nothing_and_change_no_number(name, tmp_path):
     fault = importlib.import_module(f"tests.torture.fault_{name}")

@@ -129,7 +129,7 @@ def test_training_learns(qkablate, tiny, tmp_path):
     assert val[-1]["val/loss"] < 2.7
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 @pytest.mark.skipif(not shutil.which("g++"), reason="needs a C++ compiler")
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
 def test_compiled_training_equals_eager(qkablate, tiny, tmp_path, precision):

@@ -787,7 +787,7 @@ def stand_ins(tiny_text, monkeypatch):
     monkeypatch.setattr("qkablate.sweeps.planning.arms.check_available", lambda config: None)
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 @pytest.mark.parametrize(("name", "scale"), LARGER)
 def test_every_shipped_claim_finds_its_arms_at_larger_scales(
     name, scale, stand_ins, shared_cache, monkeypatch

@@ -435,7 +435,7 @@ def test_wider_spreads_and_stricter_levels_need_more_seeds():
     assert refuted.seeds_needed(parts=4).high > refuted.seeds_needed().high
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 @pytest.mark.parametrize(
     ("kind", "mean", "spread"),
     [

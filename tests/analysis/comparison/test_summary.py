@@ -91,7 +91,7 @@ def to_plain(value):
     return [*map(to_plain, value)] if isinstance(value, list | tuple) else value
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_every_sweep_is_summarized_without_nan(sweep):
     study = sweep.study()
     found = describe_study(study)

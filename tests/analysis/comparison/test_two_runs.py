@@ -289,6 +289,7 @@ def test_proposed_sweep_names_the_rate_of_the_circuit(tmp_path, rate):
     assert not any(word.startswith(("seed=0", "threads", "sweep.baseline")) for word in words)
 
 
+@pytest.mark.slow
 def test_settings_that_follow_from_others_are_no_axes(tmp_path, capfd):
     short, long = train_beside(tmp_path), train_beside(tmp_path, "train.steps=12")
     words = propose_sweep(long, short)

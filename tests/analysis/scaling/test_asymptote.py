@@ -35,7 +35,7 @@ def test_weights_are_those_of_the_limit():
     assert sum(fit.weights) == pytest.approx(1)
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("lengths", [3, 4])
 @pytest.mark.parametrize("noise", [0.003, 0.01])
 def test_interval_covers_the_limit(lengths, noise):

@@ -212,7 +212,7 @@ def test_error_of_tuning_widens_the_interval(grid, monkeypatch):
     assert widths[1] > 2 * widths[0]
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("truth", TRUTHS)
 def test_interval_of_the_compute_gain_covers_the_truth(truth):
     """3 sizes × 4 lengths × 5 seeds; 93 % at least, within three standard errors of 75 studies."""
@@ -222,7 +222,7 @@ def test_interval_of_the_compute_gain_covers_the_truth(truth):
     assert found.rate > 0.93 - 3 * math.sqrt(0.93 * 0.07 / found.given)
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("truth", ["equal", "a higher floor"])
 def test_interval_covers_where_the_largest_budget_is_out_of_reach(truth):
     found = cover(truth, seeds=5, noise=0.005, studies=50, lengths=SHORT)

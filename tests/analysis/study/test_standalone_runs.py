@@ -462,7 +462,7 @@ KEYS = [
 ]
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("key", KEYS)
 def test_any_value_in_a_config_is_read_or_named(run, key):
     good, bad = of_seeds(run, (0, 1))

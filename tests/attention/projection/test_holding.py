@@ -39,6 +39,7 @@ def targets_of(run, layer):
             yield name, target
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("source", ["standard", "merged_w", "no_o", "gqa"])
 @pytest.mark.parametrize("bias", [True, False])
 def test_errors_are_those_of_the_projection(source, bias):

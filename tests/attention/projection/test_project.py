@@ -305,6 +305,7 @@ def test_moments_of_several_batches_are_those_of_all():
         assert_close(value, getattr(moments, name), rtol=1e-12, atol=1e-12)
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("qk", sorted(QK_CIRCUITS))
 @pytest.mark.parametrize("ov", sorted(OV_CIRCUITS))
 def test_moments_without_averages_suffice_where_they_are_not_needed(qk, ov):

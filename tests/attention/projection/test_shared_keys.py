@@ -181,6 +181,7 @@ def test_layer_without_scores_leaves_the_keys_to_the_outputs(qk):
     assert_close(target(x), source(x), rtol=1e-9, atol=1e-9)
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("source", ["merged", "separate"])
 def test_latent_products_are_the_nearest_of_their_rank(source):
     """No other factors of width d_head on the same latent stream are nearer."""

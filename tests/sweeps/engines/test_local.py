@@ -40,7 +40,7 @@ def test_run_is_started_again_if_its_server_was_killed():
     os.close(sentinel)
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("name", ["SIGINT", "SIGTERM"])
 def test_forkserver_survives_signals_to_its_group(name):
     done = subprocess.run(

@@ -54,7 +54,7 @@ def test_private_cluster_gives_the_local_results(spawn, qkablate, grid, tiny, tm
     assert_all_same(tmp_path / "calm", tmp_path / "outputs")
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_run_with_killed_worker_is_resumed_elsewhere(spawn, qkablate, grid, ray, tmp_path):
     words = [*grid, "train.steps=400", "train.checkpoint_every=1000"]
     assert qkablate(*words, "engine=local", f"out={tmp_path / 'calm'}").code == 0
@@ -70,7 +70,7 @@ def test_run_with_killed_worker_is_resumed_elsewhere(spawn, qkablate, grid, ray,
     assert all(result["attempt"] == 1 for result in results)  # resumed, not restarted
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_killed_driver_leaves_checkpoints(spawn, qkablate, grid, ray, tmp_path):
     words = [*grid, f"engine.address={ray}", "train.steps=100000", "train.checkpoint_every=100000"]
     launcher = spawn(*words)
@@ -87,7 +87,7 @@ def test_killed_driver_leaves_checkpoints(spawn, qkablate, grid, ray, tmp_path):
     assert {state["status"] for state in report["states"]} <= {"interrupted", "waiting"}
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_lost_cluster_is_reported_in_one_line(
     spawn, qkablate, grid, other_ray, tmp_path, monkeypatch
 ):
@@ -117,7 +117,7 @@ main(sys.argv[2:])
 """
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_runs_share_a_gpu(grid, ray, tmp_path):
     words = [*grid, f"engine.address={ray}", "train.steps=100000"]
     command = [sys.executable, "-c", _ON_A_PART, "0.5", *words]
@@ -142,7 +142,7 @@ def test_runs_per_node_follow_from_cpus_and_gpus(cpus, gpus, count):
     assert runs_per_node({"CPU": 8.0, "GPU": 2.0}, request) == count
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_folder_invisible_to_a_node_is_named(qkablate, grid, other_ray, tmp_path):
     out = tmp_path / "outputs"
     out.mkdir()

@@ -99,7 +99,7 @@ def test_scancelled_run_writes_a_checkpoint(spawn, qkablate, grid, tmp_path):
     assert list(tmp_path.glob("outputs/runs/*/checkpoints/step-*"))
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_job_killed_without_an_exit_is_submitted_again(spawn, qkablate, grid, tmp_path):
     """All processes of the job are killed at once, as when a machine fails."""
     words = ["seed=0", *LONG]
@@ -117,7 +117,7 @@ def test_job_killed_without_an_exit_is_submitted_again(spawn, qkablate, grid, tm
     assert_undisturbed(tmp_path, reference)
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_workers_limit_the_running_jobs(spawn, grid, tmp_path, qkablate):
     launcher = spawn(*grid, "seed=0,1,2", "workers=1")
     most = 0
@@ -130,7 +130,7 @@ def test_workers_limit_the_running_jobs(spawn, grid, tmp_path, qkablate):
     assert not list(tmp_path.glob("outputs/sweeps/*/slurm/*/*")), "what is over is cleaned up"
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_absent_controller_is_waited_for(qkablate, grid, monkeypatch, tmp_path):
     """The controller is absent for some polls, as during its restart."""
     calls = []

@@ -224,7 +224,7 @@ def test_match_is_the_best_of_all_widths(variant, what):
     assert shape_of(model, match.changes) == (2, 16, best)
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("variant", variants())
 def test_match_equals_exhaustive_search(variant):
     """Try every variant at two shapes and every key, against a small and a large baseline."""

@@ -117,7 +117,7 @@ def test_diverged_rates_have_no_mean():
     assert fit_surface({rates: {0: None} for rates in losses}) is None
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("shape", ["quadratic", "lopsided", "cliff"])
 @pytest.mark.parametrize("matched", [1.0, 2.0, 0.1])
 def test_intervals_of_tuned_gaps_cover(shape, matched):

@@ -277,7 +277,7 @@ def random_world(chance):
     return world
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 @settings(deadline=None, max_examples=25)
 @given(st.integers(0, 2**32), st.integers(0, 2**32))
 def test_search_is_independent_of_the_order_of_results(manifest, chance, order):
@@ -419,6 +419,7 @@ def test_choice_stands_where_the_other_seeds_diverge_at_all_rates(two_dimensiona
     assert len(search.confirmed) == 1 + LOWER
 
 
+@pytest.mark.slow
 @settings(deadline=None, max_examples=5)
 @given(st.integers(0, 2**32), st.integers(0, 2**32))
 def test_confirmation_is_independent_of_the_order_of_results(two_dimensional, chance, order):

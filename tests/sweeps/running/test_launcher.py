@@ -91,7 +91,7 @@ def test_killed_launcher_loses_and_repeats_nothing(spawn, grid, undisturbed, qka
         assert json.loads((folder / "result.json").read_text())["attempt"] == 1
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_bad_runs_do_not_affect_others(qkablate, grid, circuit, tmp_path):
     ends = {"raises": "failed", "killed": "interrupted", "crashes": "failed"}
     if "engine=local" in grid:  # in a run's own process, whoever has started it
@@ -153,7 +153,7 @@ def test_run_out_of_memory_is_retried_if_that_may_help(device, packed, vmap, say
     assert not may_fit_alone(SimpleNamespace(result={"out_of_memory": False, **facts}))
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_on_failure_stop_starts_nothing_more(qkablate, grid, circuit):
     words = [*grid, "on_failure=stop", "workers=1"]
     done = qkablate(*words, f"variant.file={circuit('raises', 1)}", "seed=0,1,2")
@@ -195,7 +195,7 @@ def test_sweep_run_equals_the_run_of_train(qkablate, tiny, tmp_path):
         assert_same(own[folder.name], final_state(folder))
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_two_launchers_share_the_work(spawn, grid, tmp_path, qkablate):
     words = [*grid, "variant=standard,no_q", "seed=0,1"]
     launchers = [spawn(*words) for _ in range(2)]
@@ -225,7 +225,7 @@ def find_shared_steps(tmp_path, out="outputs"):
     return steps
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_shorter_horizons_branch_off_the_longest(qkablate, grid, undisturbed, tmp_path):
     """With every engine, all that is written equals that of runs trained alone."""
     reference = undisturbed(*HORIZONS, "sweep.share_prefix=false")
@@ -240,7 +240,7 @@ def test_shorter_horizons_branch_off_the_longest(qkablate, grid, undisturbed, tm
     assert kept == ["step-00000024"]  # that of the longest, which can be extended
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_two_launchers_share_prefixes(spawn, grid, undisturbed, tmp_path):
     reference = undisturbed(*HORIZONS, "sweep.share_prefix=false")
     launchers = [spawn(*grid, *HORIZONS) for _ in range(2)]
@@ -259,7 +259,7 @@ def test_shorter_horizons_do_not_depend_on_the_longest(qkablate, local_grid, cir
     assert find_shared_steps(tmp_path) == {9: 7, 14: None}  # without a result: the longest
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_interrupted_sweep_is_resumed(spawn, grid, qkablate, tmp_path):
     words = [*grid, "variant=standard", "seed=0,1,2", "train.steps=100000"]
     words += ["train.eval_every=100000"]
@@ -286,7 +286,7 @@ def test_interrupted_sweep_is_resumed(spawn, grid, qkablate, tmp_path):
     assert set(status(qkablate)[1].values()) <= {"interrupted", "waiting"}
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_sigterm_to_all_children_lets_runs_finish(spawn, local_grid, tmp_path):
     """`timeout` and systemd signal all processes; the launcher needs its server for exit codes."""
     words = ["variant=standard", "seed=0", "train.steps=500", "train.eval_every=500"]
@@ -302,7 +302,7 @@ def test_sigterm_to_all_children_lets_runs_finish(spawn, local_grid, tmp_path):
     assert "its process ended" not in output.read_text()
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_kills_of_the_launcher_change_no_result(qkablate, tiny, tmp_path):
     """After ten kills at random moments, all runs equal those of an undisturbed sweep."""
     words = [

@@ -386,7 +386,7 @@ def test_online_runs_of_one_process_are_separate(overrides, runs, home, tmp_path
     assert holding(KEY, tmp_path / "outputs") == []
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_translator_logs_its_metrics_config_and_examples(runs, tmp_path):
     words = ["model=nano_translator", "model.layers=1", "data=reverse", "train.steps=6"]
     words += ["tracking.log_every=2", "threads=1", f"out={tmp_path}/outputs"]
@@ -466,7 +466,7 @@ def test_an_unreachable_server_means_offline(overrides, runs):
     assert done.stdout.strip().endswith(f"qkablate sync {run}")
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("url", ["foo", "http://:x", "http://app.wandb.ai"])
 def test_an_invalid_address_means_offline(url, overrides, runs):
     words = ["-m", "qkablate", "train", *overrides]
@@ -515,7 +515,7 @@ def test_an_invalid_address_has_no_key(home, monkeypatch):
     assert resolve_mode(TrackingConfig()) == "offline"
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 @pytest.mark.parametrize(
     ("server", "key", "message"),
     [
@@ -625,7 +625,7 @@ def test_an_incomplete_log_is_reported(tmp_path):
     assert address == OFFLINE
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_the_last_checkpoint_is_uploaded_with_tracking_artifacts(overrides, runs, tmp_path):
     with FakeServer() as server:
         done = python(

@@ -186,7 +186,7 @@ def test_killed_and_stopped_run_resumes_bit_identically(qkablate, torchrun, tiny
     assert read(run_folder(tmp_path, "fewer"), "result.json")["processes"] == 1
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_sharded_run_equals_unsharded(qkablate, torchrun, tiny, alone, tmp_path):
     """Checkpoints are unsharded: a sharded run resumes bit-identically, or in one process."""
     words = (*tiny, *SHARED)
@@ -223,7 +223,7 @@ PAIRS = ("data=pairs", "data.path=pairs.tsv", "data.source_field=en", "data.targ
 PAIRS += ("model.source=12", "model.context=12")
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 @pytest.mark.parametrize(
     "data",
     [("data=reverse", "optim=muon"), ("data=sort", "variant=uniform"), COMMANDS, PAIRS],
@@ -251,7 +251,7 @@ def test_translator_on_two_processes_equals_one(qkablate, torchrun, tmp_path, da
         assert by_two.tokens.tolist() == by_one.tokens.tolist()
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_sharded_translator_resumes_bit_identically(qkablate, torchrun, tmp_path):
     words = (*TRANSLATOR, *COMMANDS, *SHARED, "optim=muon")
     sharded = ("train.fsdp=true", "train.checkpoint_activations=true")
@@ -272,7 +272,7 @@ def test_sharded_translator_resumes_bit_identically(qkablate, torchrun, tmp_path
     assert_identical(calm, run_folder(tmp_path, "rough"))
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_ranks_diverge_at_the_same_step(qkablate, torchrun, tiny, tmp_path):
     words = (*tiny, *SHARED, "optim.lr=1000", "optim.clip=0", "model.norm=none")
     assert qkablate("train", *words, "out=alone").code == 3

@@ -172,6 +172,12 @@ LATENT_SPEEDS = {8: (0.67, 0.585), 16: (0.825, 0.81), 64: (0.985, 0.95), 128: (0
 LOW_RANK_SPEEDS = {8: 1.28, 32: 1.0, 64: 0.94, 128: 0.82}
 
 
+SITES = [
+    pytest.param(site, marks=() if site == "decoder" else pytest.mark.exhaustive)
+    for site in layers.SITES
+]
+
+
 @functools.cache
 def speed(part, name, site="decoder", rank=None, optimizer="muon"):
     """Return how far the first step moves the scores or outputs, relative to standard."""
@@ -191,14 +197,14 @@ def speed(part, name, site="decoder", rank=None, optimizer="muon"):
     return ours / standard
 
 
-@pytest.mark.parametrize("site", layers.SITES)
+@pytest.mark.parametrize("site", SITES)
 @pytest.mark.parametrize("qk", layers.LEARNED)
 def test_matched_rates_match_the_speed_of_the_scores(qk, site):
     assert speed("scores", qk, site, optimizer="adamw") == pytest.approx(1, rel=0.03)
     assert speed("scores", qk, site) == pytest.approx(SPEEDS.get(qk, 1), rel=0.03)
 
 
-@pytest.mark.parametrize("site", layers.SITES)
+@pytest.mark.parametrize("site", SITES)
 @pytest.mark.parametrize("ov", [name for name in OV_CIRCUITS if name != "no_vo"])
 def test_matched_rates_match_the_speed_of_the_outputs(ov, site):
     expected = OUTPUT_SPEEDS if site == "decoder" else AVERAGED_SPEEDS

@@ -212,6 +212,7 @@ main(sys.argv[1:])
 """
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("code", "ended", "written"),
     [(_KILLED, -signal.SIGKILL, 4), (_INTERRUPTED_TWICE, 128 + signal.SIGINT, 8)],

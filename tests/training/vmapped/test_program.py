@@ -116,6 +116,7 @@ def test_diverging_run_is_marked_and_the_others_are_not_affected(
     assert_identical(plans[2].run.folder, undisturbed[2])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("where", ["step", "stack", "evaluation"])
 def test_out_of_memory_halves_the_program_and_fails_no_run(
     tmp_path, undisturbed, monkeypatch, capsys, where
