@@ -36,6 +36,8 @@ class Conversion:
     test_gap: Sample
     runs: int  # planned
     diverged: int
+    open_above: bool  # a run diverged: the gaps after fine-tuning have no upper bound
+    open_below: bool  # a run of the baseline diverged
 
 
 @dataclass(frozen=True)
@@ -85,6 +87,8 @@ def _describe(gap: Gap) -> Conversion:
         test_gap=gap.sample,
         runs=len(records),
         diverged=len(arm.with_status("diverged")),
+        open_above=gap.arm_diverged > 0,
+        open_below=gap.baseline_diverged > 0,
     )
 
 

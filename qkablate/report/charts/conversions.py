@@ -35,6 +35,8 @@ def conversion_chart(section: Section) -> Chart | None:
         f" ({format_n(counts)}). Lower left is better; a variant on"
         " the dashed line loses nothing of the model."
     )
+    if any(own.open_above or own.open_below for found in conversions for own in found.variants):
+        caption += " Where runs diverged, the interval is unbounded and has no bar."
     table = conversion_tables(section.study)[0] if len(conversions) == 1 else None
     return Chart("conversions", "Conversions to other variants", caption, panels, table)
 
@@ -49,14 +51,15 @@ def _rows(conversions: list[Conversion], when: str, baseline: Sample) -> list[Sp
         )
         if loss.n and gap.n and own.params_percent is not None:
             interval = gap.interval()
-            low, high = interval or (None, None)
+            sides = {"below": own.open_below, "above": own.open_above} if when == "after" else {}
+            low, high = (None, None) if interval is None or any(sides.values()) else interval
             rows.append(
                 {"arm": own.arm, "variant": own.variant, "n": gap.n}
                 | {"percent": round_digits(own.params_percent, 4)}
                 | {"loss": round_digits(baseline.mean + gap.mean, 6)}
                 | {"low": None if low is None else round_digits(baseline.mean + low, 6)}
                 | {"high": None if high is None else round_digits(baseline.mean + high, 6)}
-                | {"estimate": format_gap(gap.mean, interval)}
+                | {"estimate": format_gap(gap.mean, interval, **sides)}
             )
     return rows
 

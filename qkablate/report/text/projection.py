@@ -181,8 +181,8 @@ def conversions_to_json(study: Study) -> dict[str, Any]:
                 "val_before_finetuning": _plain(own.before_finetuning),
                 "gap_before_finetuning": _plain(own.gap_before_finetuning),
                 "val": _plain(own.val),
-                "val_gap": _plain(own.val_gap),
-                "test_gap": _plain(own.test_gap),
+                "val_gap": _plain(own.val_gap, below=own.open_below, above=own.open_above),
+                "test_gap": _plain(own.test_gap, below=own.open_below, above=own.open_above),
                 "runs": own.runs,
                 "diverged": own.diverged,
             }
@@ -192,9 +192,12 @@ def conversions_to_json(study: Study) -> dict[str, Any]:
     }
 
 
-def _plain(sample: Sample) -> dict[str, Any]:
+def _plain(sample: Sample, *, below: bool = False, above: bool = False) -> dict[str, Any]:
+    """Return a sample with its interval, whose end is null where it has no bound."""
     mean = sample.mean if sample.n else None
-    return {"n": sample.n, "mean": mean, "interval": sample.interval()}
+    interval = sample.interval()
+    ends = interval and (None if below else interval[0], None if above else interval[1])
+    return {"n": sample.n, "mean": mean, "interval": ends}
 
 
 def _baseline_row(found: Conversions) -> list[str]:
@@ -212,9 +215,9 @@ def _row(own: Conversion) -> list[str]:
         f"{own.params:,} ({format_known(own.params_percent, '.0f')} %)",
         *shares,
         _loss(own.before_finetuning),
-        _gap(own.gap_before_finetuning, with_interval=False),
+        f"{own.gap_before_finetuning.mean:+.4f}" if own.gap_before_finetuning.n else "–",
         _loss(own.val),
-        _gap(own.test_gap),
+        _final_gap(own),
         f"{own.val.n}/{own.runs}{diverged}",
     ]
 
@@ -223,8 +226,10 @@ def _loss(sample: Sample) -> str:
     return f"{sample.mean:.4f}" if sample.n else "–"
 
 
-def _gap(sample: Sample, *, with_interval: bool = True) -> str:
+def _final_gap(own: Conversion) -> str:
+    sample = own.test_gap
     if not sample.n:
         return "–"
-    interval = sample.interval() if with_interval else None
-    return format_gap(sample.mean, interval) if interval else f"{sample.mean:+.4f}"
+    if (interval := sample.interval()) is None:
+        return f"{sample.mean:+.4f}"
+    return format_gap(sample.mean, interval, below=own.open_below, above=own.open_above)
