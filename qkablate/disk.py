@@ -156,8 +156,11 @@ def write_atomic(path: Path, content: str | bytes) -> None:
     """Write all of a file or nothing."""
     # A unique name: two launchers of a sweep may write the same file at the same time.
     temporary = path.with_name(f".{path.name}.{secrets.token_hex(4)}.tmp")
-    write_synced(temporary, content)
-    temporary.replace(path)
+    try:
+        write_synced(temporary, content)
+        temporary.replace(path)
+    finally:
+        temporary.unlink(missing_ok=True)
     sync_folder(path.parent)
 
 

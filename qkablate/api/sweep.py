@@ -1,7 +1,7 @@
 """Plan and run a sweep: for `qkablate.sweep`, `qkablate sweep` and `qkablate claim run`."""
 
 from collections.abc import Callable
-from contextlib import suppress
+from contextlib import closing, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Never
@@ -167,16 +167,19 @@ def run_sweep(
     )
     for line in (f"sweep    {manifest.folder}", *summary):
         table.note(line)
-    launcher = Launcher(
-        manifest,
-        open_engine(request.settings, manifest, slots, wandb=wandb, note=table.note),
-        table,
-        retry_failed=retry,
-        stop_on_failure=request.settings.on_failure == "stop",
-        share_prefix=share,
-    )
-    code = launcher.run()
-    is_last = launcher.trained and not launcher.sweep_state.is_running()
+    opened = open_engine(request.settings, manifest, slots, wandb=wandb, note=table.note)
+    with closing(opened):  # also if this is interrupted before it trains
+        launcher = Launcher(
+            manifest,
+            opened,
+            table,
+            retry_failed=retry,
+            stop_on_failure=request.settings.on_failure == "stop",
+            share_prefix=share,
+        )
+        code = launcher.run()
+    # Who ends last logs the sweep, even if all runs were trained by the others beside it.
+    is_last = launcher.saw_an_end and not launcher.sweep_state.is_running()
     address = None
     if is_last and wandb:
         tables = make_sweep_tables(manifest.folder, table.note)

@@ -176,8 +176,7 @@ class Run:
     @property
     def attempt(self) -> int:
         """Number of the attempt: 1, and one more for every `restart`."""
-        earlier = [int(p.name) for p in (self.folder / "attempts").glob("*") if p.name.isdecimal()]
-        return 1 + max(earlier, default=0)
+        return count_attempts(self.folder)
 
     @contextmanager
     def hold_lease(self, observer: LeaseObserver | None = None) -> Iterator[Lease]:
@@ -218,6 +217,12 @@ class Run:
 
         content = {**dataclasses.asdict(config), "id": self.id, "identity": dict(identity)}
         write_atomic(self.folder / "config.yaml", OmegaConf.to_yaml(OmegaConf.create(content)))
+
+
+def count_attempts(folder: Path) -> int:
+    """Return the number of a run's attempt: 1, and one more for every `restart`."""
+    earlier = [int(p.name) for p in (folder / "attempts").glob("*") if p.name.isdecimal()]
+    return 1 + max(earlier, default=0)
 
 
 def refuse_links(folder: Path) -> None:

@@ -15,7 +15,7 @@ from qkablate.disk import write_atomic
 from qkablate.models.catalogue import encoder_layers
 from qkablate.redaction import redact
 from qkablate.runs import text_references
-from qkablate.runs.lease import Lease, LeaseLost
+from qkablate.runs.lease import Lease, LeaseLost, LeaseObserver
 from qkablate.runs.records import read_json, seal_result, write_json_once
 from qkablate.runs.run import Run
 from qkablate.table import format_count
@@ -204,9 +204,16 @@ def write_result(run: Run, lease: Lease, result: dict[str, Any]) -> None:
         checkpoint.keep_newest(run.checkpoints, 1)
 
 
-def record_failure(plan: RunPlan, reason: str, *, out_of_memory: bool, packed: int) -> None:
+def record_failure(
+    plan: RunPlan,
+    reason: str,
+    *,
+    out_of_memory: bool,
+    packed: int,
+    observer: LeaseObserver | None = None,
+) -> None:
     """Write the result of a run whose process died before it could."""
-    with plan.run.hold_lease() as lease:
+    with plan.run.hold_lease(observer) as lease:
         if plan.run.result is None:
             failure = {"status": "failed", "error": reason, "out_of_memory": out_of_memory}
             result = make_base_result(plan, packed) | failure | {"ended": now()}

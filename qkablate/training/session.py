@@ -257,7 +257,8 @@ def _remove_failure(run: Run, lease: Lease) -> list[str]:
 def _close_wandb(wandb_run: WandbRun, plan: RunPlan, content: dict[str, Any]) -> None:
     artifacts = result.collect_artifacts(plan, content) if wandb_run.is_on else None
     code = EXIT_CODES.get(content.get("status", ""), 1)
-    wandb_run.close(result.summarize(content), code, artifacts)
+    # A session without an outcome leaves what another has logged, perhaps the final losses.
+    wandb_run.close(result.summarize(content) if "status" in content else {}, code, artifacts)
     content["wandb"] = wandb_run.address
 
 

@@ -12,6 +12,7 @@ import safetensors.torch
 import torch
 
 from qkablate.data import sources
+from qkablate.tracking import WandbRun
 from tests.training.helpers import (
     assert_identical,
     count_rows,
@@ -64,6 +65,18 @@ def test_stop_signal_writes_checkpoint(qkablate, spawn, tiny, tmp_path, number, 
     assert len(list((folder / "checkpoints").glob("step-*"))) == 1
     assert qkablate("train", *words, "out=rough").code == 0
     assert_identical(run_folder(tmp_path, "calm"), folder)
+
+
+def test_stopped_session_leaves_the_summary_in_wandb(qkablate, tiny, monkeypatch):
+    """Another session may have written the final losses."""
+    closed = []
+    monkeypatch.setattr(WandbRun, "close", lambda self, summary, *_: closed.append(summary))
+    with monkeypatch.context() as patch:
+        interrupt_after(patch, 5)
+        assert qkablate("train", *tiny).code == 143
+    assert qkablate("train", *tiny).code == 0
+    assert closed[0] == {}
+    assert closed[1]["final/tokens"] > 0
 
 
 @pytest.mark.slow

@@ -6,6 +6,7 @@ run starts within a few hundredths of a second.
 
 import contextlib
 import multiprocessing
+import os
 import signal
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -76,7 +77,10 @@ class LocalEngine(Engine):
         end, lifeline = self._context.Pipe(duplex=False)
         process = self._context.Process(
             target=worker.run_worker,
-            args=(task, self._devices[slot], end, self._wandb_address, self._wandb_keeper),
+            args=(
+                *(task, self._devices[slot], end, self._wandb_address, self._wandb_keeper),
+                dict(os.environ),  # the server's is that of the first sweep of this process
+            ),
             name=task.id,
         )
         with hidden_main_module():

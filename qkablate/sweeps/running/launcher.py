@@ -19,7 +19,7 @@ from qkablate.sweeps.running import results
 from qkablate.sweeps.running.branches import SharedPrefixes
 from qkablate.sweeps.running.progress_table import ProgressTable
 from qkablate.sweeps.running.state import ENDED, RunState, SweepState, link_run
-from qkablate.sweeps.running.worker import record_death
+from qkablate.sweeps.running.worker import has_crashed, record_death
 from qkablate.table import format_count
 from qkablate.training.checkpoint import bytes_needed
 
@@ -48,6 +48,7 @@ class Launcher:
         self._prefixes = SharedPrefixes(manifest) if share_prefix else None
         self.sweep_state.shares_prefix = share_prefix
         self._own: dict[str, RunState] = {}  # runs with this launcher's engine
+        self._unsure: list[tuple[base.RunExit, int]] = []  # exits whose leases still seem held
         self._programs: dict[str, list[str]] = {}  # of each process the runs, by the first of them
         self._most: dict[str, int] = {}  # runs of a program, by arm, after memory ran out
         self._tried: set[str] = set()  # runs not to be started again by this launcher
@@ -62,6 +63,7 @@ class Launcher:
         self._refresh()
         failed = {state.run.id for state in self._states() if state.status == "failed"}
         self._to_retry = failed if retry_failed else set()
+        self._ended_before = self._ended_ids()
 
     def run(self) -> int:
         """Run the sweep and return the exit code."""
@@ -100,7 +102,10 @@ class Launcher:
                 or not any(s.status == "running" or self._is_startable(s) for s in self._states())
             ):
                 return
-            exits = self._wait_for_exits()
+            exits, unsure = self._wait_for_exits(), self._unsure
+            self._unsure = []
+            for exit, members in unsure:
+                self._handle_exit(exit, members)
             for exit in exits:
                 ids = self._runs_of(exit.id)
                 self._programs.pop(exit.id, None)
@@ -118,6 +123,14 @@ class Launcher:
     def trained(self) -> bool:
         """True if this launcher has trained any run."""
         return bool(self._tried)
+
+    @property
+    def saw_an_end(self) -> bool:
+        """True if a run has ended since this launcher began, trained by it or by another."""
+        return self.trained or bool(self._ended_ids() - self._ended_before)
+
+    def _ended_ids(self) -> set[str]:
+        return {state.run.id for state in self._states() if state.status in ENDED}
 
     def _states(self) -> list[RunState]:
         return list(self.sweep_state.states.values())
@@ -280,10 +293,23 @@ class Launcher:
                 self._tried.discard(exit.id)
                 self.table.note(f"restarting elsewhere: {state.run.label}: {exit.requeue_reason}")
                 return
+            if has_crashed(exit) and not self.sweep_state.observer.observe(state.folder).sure:
+                # On another machine. Only silence will tell that no process holds its lease.
+                self._own[exit.id] = state
+                self.sweep_state.own_ids.add(exit.id)
+                self._unsure.append((exit, members))
+                return
             exclusive = self._exclusive == exit.id or not self.engine.shares_machine
             packed = 1 if exclusive else self.engine.slots
             is_remote = self.engine.is_remote
-            if record_death(self.manifest, state, exit, packed=packed, is_remote=is_remote):
+            if record_death(
+                self.manifest,
+                state,
+                exit,
+                packed=packed,
+                is_remote=is_remote,
+                observer=self.sweep_state.observer,
+            ):
                 self.sweep_state.refresh_run(state)
         if self._prefixes is not None and state.status in ENDED:
             self._prefixes.remove_branches(state)

@@ -1,6 +1,7 @@
 """The state of a sweep, read from its runs' folders: the same for launchers and other readers."""
 
 import os
+import secrets
 import shutil
 import socket
 from collections import Counter
@@ -60,7 +61,7 @@ class SweepState:
         self._finished_searches: Searches = {}
         self._counted = 0
         self._parts: Mapping[str, float] = {}
-        self._observer = LeaseObserver()
+        self.observer = LeaseObserver()
 
     def refresh(self) -> None:
         """Read all runs whose state may have changed."""
@@ -88,7 +89,8 @@ class SweepState:
     @contextmanager
     def register_launcher(self) -> Iterator[None]:
         """Show to others that this process runs the sweep."""
-        own = self._launchers / f"{socket.gethostname()}-{os.getpid()}"
+        # Containers that share the name of their host have equal process ids, too.
+        own = self._launchers / f"{socket.gethostname()}-{os.getpid()}-{secrets.token_hex(4)}"
         self._remove_killed_launchers()
         try:
             with hold_lease(own):
@@ -105,12 +107,12 @@ class SweepState:
     def _remove_killed_launchers(self) -> None:
         for folder in self.launcher_folders():
             # One without a lease may be about to take it.
-            if any(folder.glob("lease/[0-9]*")) and not self._observer.is_leased(folder):
+            if any(folder.glob("lease/[0-9]*")) and not self.observer.is_leased(folder):
                 shutil.rmtree(folder, ignore_errors=True)
 
     def is_running(self) -> bool:
         """Return whether any launcher runs the sweep now."""
-        return any(map(self._observer.is_leased, self.launcher_folders()))
+        return any(map(self.observer.is_leased, self.launcher_folders()))
 
     def refresh_run(self, state: RunState) -> None:
         """Read one run. Its id identifies the folder, whatever the label in its name."""
@@ -122,7 +124,7 @@ class SweepState:
             elif id in self.own_ids:  # a result may be of an earlier attempt
                 state.status, state.metrics, state.reason = "running", latest_metrics(folder), ""
             else:
-                read_run(state, self._observer)
+                read_run(state, self.observer)
         except OSError as error:  # not a run's folder, or not readable
             state.status, state.reason = "waiting", str(error)
 

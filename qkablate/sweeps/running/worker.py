@@ -10,7 +10,7 @@ import signal
 import sys
 import threading
 import traceback
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, redirect_stderr, redirect_stdout, suppress
 from dataclasses import replace
 from multiprocessing.connection import Connection
@@ -41,12 +41,20 @@ MAX_COMPILERS = 8  # processes with which a run compiles
 
 
 def run_worker(
-    task: base.RunTask, gpu: str | None, lifeline: Connection, wandb: str, keeper: Connection | None
+    task: base.RunTask,
+    gpu: str | None,
+    lifeline: Connection,
+    wandb: str,
+    keeper: Connection | None,
+    environment: Mapping[str, str],
 ) -> None:
     """Train the run and exit with its code.
 
-    `wandb` is the address of W&B's process, which lives as long as anybody holds the `keeper`.
+    `wandb` is the address of W&B's process, which lives as long as anybody holds the `keeper`. The
+    environment is the launcher's: that of the fork server may be of an earlier sweep.
     """
+    os.environ.clear()
+    os.environ.update(environment)
     os.setsid()  # Ctrl-C in the terminal is for the launcher, which forwards it
     signal.pthread_sigmask(signal.SIG_UNBLOCK, service.BLOCKED_SIGNALS)  # blocked in the server
     if wandb:
@@ -182,10 +190,25 @@ def _stop_with_launcher(wait: Callable[[], object]) -> None:
     os.kill(os.getpid(), signal.SIGTERM)
 
 
+def has_crashed(exit: base.RunExit) -> bool:
+    """Return whether a process ended without a reason from outside, so that its run has failed."""
+    is_external = bool(exit.requeue_reason) or -exit.code in _EXTERNAL_SIGNALS
+    return exit.code not in base.EXPECTED_EXITS and (exit.out_of_memory or not is_external)
+
+
 def record_death(
-    manifest: Manifest, state: RunState, exit: base.RunExit, *, packed: int, is_remote: bool
+    manifest: Manifest,
+    state: RunState,
+    exit: base.RunExit,
+    *,
+    packed: int,
+    is_remote: bool,
+    observer: LeaseObserver | None = None,
 ) -> bool:
-    """Set the state's reason and log it; return whether the run was recorded as failed."""
+    """Set the state's reason and log it; return whether the run was recorded as failed.
+
+    A process on another machine has died for sure once the observer has seen no sign of it.
+    """
     if exit.code in base.EXPECTED_EXITS:
         return False  # it has given the reason itself
     if exit.requeue_reason:
@@ -199,8 +222,7 @@ def record_death(
         open(open_append(state.folder / base.LOG_FILE), "a", encoding="utf-8") as log,
     ):
         log.write(f"{state.reason}\n")  # for other readers
-    is_external = exit.requeue_reason or -exit.code in _EXTERNAL_SIGNALS
-    if is_external and not exit.out_of_memory:
+    if not has_crashed(exit):
         return False
     reason = "out of memory" if exit.out_of_memory else state.reason
     # With a full disk, or where another launcher trains it, the run stays interrupted.
@@ -210,7 +232,9 @@ def record_death(
         planned = plan_run(config, remote=is_remote, data=data)
         if planned.run.id != exit.id:  # this machine would compute it in another way
             return False
-        record_failure(planned, reason, out_of_memory=exit.out_of_memory, packed=packed)
+        record_failure(
+            planned, reason, out_of_memory=exit.out_of_memory, packed=packed, observer=observer
+        )
         return True
     return False
 

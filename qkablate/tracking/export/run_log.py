@@ -10,7 +10,7 @@ from qkablate.config.variant import layer_names
 from qkablate.disk import read_file
 from qkablate.errors import UserError
 from qkablate.runs.records import decode_row, is_number, read_config, read_result, sha256
-from qkablate.runs.run import Run
+from qkablate.runs.run import count_attempts
 from qkablate.strict_json import from_json
 from qkablate.tracking.wandb.run import flatten_row
 
@@ -80,7 +80,7 @@ def read_run_log(folder: Path) -> RunLog:
     rows = [row for line in lines if (row := _read_row(line, start, names))]
     return RunLog(
         folder=folder,
-        attempt=Run(folder.parent.parent, folder.name, "").attempt,
+        attempt=count_attempts(folder),
         start=start,
         config=dict(_flatten({key: x for key, x in config.items() if key != "identity"})),
         rows=rows,

@@ -1,8 +1,8 @@
 """Event files for TensorBoard, one folder for each run."""
 
-import tempfile
 from pathlib import Path
 
+from qkablate.disk import exclusive_folder
 from qkablate.tracking.export.run_log import RunLog
 
 
@@ -22,8 +22,8 @@ def write_events(log: RunLog, into: Path) -> bool:
     if any(path.name.endswith(suffix) for path in earlier):
         return False
     folder.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory(prefix=".unfinished-", dir=into) as temporary:
-        writer = EventFileWriter(temporary, filename_suffix=suffix)
+    with exclusive_folder(into / f".unfinished-{log.name}") as temporary:
+        writer = EventFileWriter(str(temporary), filename_suffix=suffix)
         values = {k: x if type(x) in (bool, int, float) else str(x) for k, x in log.config.items()}
         config = hparams.hparams_pb(values, trial_id=log.name, start_time_secs=log.start)
         writer.add_event(Event(wall_time=log.start, step=0, summary=config))
@@ -34,7 +34,7 @@ def write_events(log: RunLog, into: Path) -> bool:
             pairs = [Summary.Value(tag=name, simple_value=x) for name, x in metrics.items()]
             writer.add_event(Event(wall_time=time, step=step, summary=Summary(value=pairs)))
         writer.close()
-        (file,) = Path(temporary).iterdir()
+        (file,) = temporary.iterdir()
         file.replace(folder / file.name)
     for path in earlier:
         path.unlink()

@@ -8,6 +8,7 @@ import contextlib
 import json
 import os
 import shlex
+import shutil
 import threading
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -27,7 +28,7 @@ from qkablate.tracking.wandb.mode import (
     server_address_error,
 )
 from qkablate.tracking.wandb.offline_log import unsent_mark, wait_until_complete, write_error
-from qkablate.tracking.wandb.service import SERVICE_VARIABLE, keep_files_in
+from qkablate.tracking.wandb.service import SERVICE_VARIABLE, keep_files_in, temporary_files_in
 
 OFFLINE = "offline"  # the address of a run that is not, or not wholly, at the server
 INIT_SECONDS = 10
@@ -124,6 +125,7 @@ class WandbRun:
         except Exception as error:
             self._note(f"W&B: {_first_line(error)}; continuing without it")
             run, self._run = self._run, None
+            self._mark_unsent()
             with contextlib.suppress(Exception):
                 run.finish(exit_code=1)
             self._stop_service()
@@ -132,16 +134,18 @@ class WandbRun:
         """Log tables and pages in the row of a step, or in one without a step."""
         if self._run is None:
             return
+        keep_files_in(self._wandb_folder)  # another run of this process may have begun since
         try:
             import wandb
 
-            row: dict[str, Any] = {
-                name: wandb.Table(columns=list[str | int](columns), data=rows)
-                for name, (columns, rows) in tables.tables.items()
-            }
-            # inject=False: the pages are complete and need no style of W&B's.
-            row |= {name: wandb.Html(page, inject=False) for name, page in tables.pages.items()}
-            self._run.log(row if step is None else row | {"step": step}, step=step)
+            with temporary_files_in(self._temporary):
+                row: dict[str, Any] = {
+                    name: wandb.Table(columns=list[str | int](columns), data=rows)
+                    for name, (columns, rows) in tables.tables.items()
+                }
+                # inject=False: the pages are complete and need no style of W&B's.
+                row |= {name: wandb.Html(page, inject=False) for name, page in tables.pages.items()}
+                self._run.log(row if step is None else row | {"step": step}, step=step)
             self._run.summary.update(tables.summary)
         except Exception as error:
             self._note(f"W&B: {_first_line(error)}")
@@ -152,6 +156,7 @@ class WandbRun:
         if self._run is None:
             return
         run, self._run = self._run, None
+        keep_files_in(self._wandb_folder)
         try:
             run.summary.update(summary)
             if artifacts is not None:
@@ -161,16 +166,27 @@ class WandbRun:
                 reason = write_error(self._file)
                 self._note(f"W&B: the log is incomplete{reason}; metrics.jsonl is complete")
         except TimeoutError:
-            self.address = OFFLINE
+            self._mark_unsent()
             command = shlex.join(["qkablate", "sync", str(self._wandb_folder.parent)])
             self._note(
                 f"W&B: upload unfinished after {self._finish_timeout} s; to finish it: {command}"
             )
-            with contextlib.suppress(OSError):
-                if self._file:
-                    unsent_mark(self._file).touch()
         except Exception as error:
+            self._mark_unsent()
             self._note(f"W&B: {_first_line(error)}")
+        shutil.rmtree(self._temporary, ignore_errors=True)
+
+    @property
+    def _temporary(self) -> Path:
+        """Folder of W&B's temporary files, which it removes only where Python exits normally."""
+        return self._wandb_folder / "tmp"
+
+    def _mark_unsent(self) -> None:
+        """Let `qkablate sync` upload a log that the server may not have in full."""
+        self.address = OFFLINE
+        with contextlib.suppress(OSError):
+            if self._file:
+                unsent_mark(self._file).touch()
 
     def _start(self, mode: str, tracking: TrackingConfig, config: dict[str, Any]) -> Any:
         import wandb

@@ -3,6 +3,8 @@
 import contextlib
 import os
 import signal
+import tempfile
+from collections.abc import Iterator
 from multiprocessing.connection import Connection
 from pathlib import Path
 
@@ -22,6 +24,18 @@ def keep_files_in(folder: Path) -> None:
             os.environ[name] = _ours[name] = str(folder / what.lower())
     # Its error reports would delay the exit of the process when the server is gone.
     os.environ.setdefault("WANDB_ERROR_REPORTING", "false")
+
+
+@contextlib.contextmanager
+def temporary_files_in(folder: Path) -> Iterator[None]:
+    """Make temporary files of this process in a folder, for as long as the context lasts."""
+    before = tempfile.tempdir
+    folder.mkdir(parents=True, exist_ok=True)
+    tempfile.tempdir = str(folder)
+    try:
+        yield
+    finally:
+        tempfile.tempdir = before
 
 
 def run_service(folder: Path, answer: Connection, clients: Connection) -> None:

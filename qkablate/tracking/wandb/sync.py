@@ -156,7 +156,7 @@ def _send(
     script = str(Path(__file__).with_name("sync_process.py"))
     with tempfile.TemporaryDirectory(prefix="qkablate-sync-") as folder:
         output = Path(folder) / "output.txt"
-        variables = dict.fromkeys((f"WANDB_{kind}DIR" for kind in _FOLDERS), folder)
+        variables = dict.fromkeys(("TMPDIR", *(f"WANDB_{kind}DIR" for kind in _FOLDERS)), folder)
         variables["WANDB_ERROR_REPORTING"] = "false"
         with output.open("wb") as file:
             process = subprocess.Popen(

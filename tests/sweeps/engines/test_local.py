@@ -40,6 +40,41 @@ def test_run_is_started_again_if_its_server_was_killed():
     os.close(sentinel)
 
 
+TASK = """
+import os
+from types import SimpleNamespace
+
+class Task(SimpleNamespace):
+    @property
+    def folder(self):  # the first thing that the worker asks for
+        os.write(2, os.environ.get("SET_LATER", "missing").encode())
+        os._exit(0)
+"""
+LAUNCHER = """
+import os
+from multiprocessing import forkserver
+from qkablate.sweeps.engines import local
+from task import Task
+
+engine = local.LocalEngine([None], wandb=None)
+forkserver.ensure_running()  # as by an earlier sweep of this process
+os.environ["SET_LATER"] = "set"
+engine.start(Task(id="a1"))
+while not engine.wait_for_exits(1.0):
+    pass
+"""
+
+
+@pytest.mark.slow
+def test_workers_have_the_environment_of_their_launcher(tmp_path):
+    """The server's is that of the first sweep of a process."""
+    (tmp_path / "task.py").write_text(TASK)
+    script = tmp_path / "script.py"
+    script.write_text(LAUNCHER)
+    done = subprocess.run([sys.executable, script], capture_output=True, text=True, timeout=120)
+    assert (done.stderr, done.returncode) == ("set", 0)
+
+
 @pytest.mark.exhaustive
 @pytest.mark.parametrize("name", ["SIGINT", "SIGTERM"])
 def test_forkserver_survives_signals_to_its_group(name):

@@ -10,6 +10,7 @@ from dataclasses import replace
 
 import pytest
 
+from qkablate.runs import lease
 from qkablate.runs.run import Run
 from qkablate.sweeps.engines.base import Engine, RunExit, RunTask
 from qkablate.sweeps.running.launcher import Launcher
@@ -167,6 +168,51 @@ def test_program_that_is_killed_to_free_memory_is_halved(plan_grid):
     assert engine.sizes == [4, 2, 2]
     runs = [Run(manifest.out, run.label, run.id) for run in manifest.runs]
     assert [run.result["status"] for run in runs] == ["done"] * 4
+
+
+class RemoteEngine(StarvingEngine):
+    """Runs on another machine, whose processes die without releasing their leases."""
+
+    is_remote = True
+    poll_interval = 0.01
+
+    def wait_for_exits(self, seconds: float) -> list[RunExit]:
+        tasks, self._tasks = self._tasks, []
+        for task in tasks:
+            (task.folder / "lease").mkdir(parents=True)
+            holder = {"token": "t", "host": "far", "pid": 7, "boot": "b", "device": 1, "since": "x"}
+            (task.folder / "lease" / "00000001").write_text(json.dumps(holder) + "\n...")
+        time.sleep(0.01)
+        return [RunExit(task.id, -signal.SIGSEGV) for task in tasks]
+
+
+def test_crash_on_another_machine_is_a_failure(plan_grid, monkeypatch):
+    """Only after its lease has been silent for long enough: it may be another process's."""
+    monkeypatch.setattr(lease, "TIMEOUT", 0.3)
+    manifest = plan_grid("seed=0", "sweep.baseline=null")
+    manifest.write()
+    launcher = Launcher(manifest, RemoteEngine(), ProgressTable(), stop_on_failure=True)
+    began = time.monotonic()
+    assert launcher.run() == 1
+    assert time.monotonic() - began > 0.3
+    (run,) = (Run(manifest.out, run.label, run.id) for run in manifest.runs)
+    assert run.result["status"] == "failed"
+    assert run.result["error"] == "its process was ended by SIGSEGV"
+
+
+def test_end_of_runs_that_another_launcher_trains_is_seen(plan_grid):
+    """So that whoever ends last logs the sweep."""
+    manifest = plan_grid("seed=0,1", "sweep.baseline=null")
+    manifest.write()
+    launcher, later = (Launcher(manifest, StarvingEngine(), ProgressTable()) for _ in range(2))
+    for run in manifest.runs:
+        train_program([Member(plan_run(manifest.config_of(run)))])
+    assert launcher.run() == 0
+    assert (launcher.trained, launcher.saw_an_end) == (False, True)
+    assert not later.saw_an_end
+    after = Launcher(manifest, StarvingEngine(), ProgressTable())
+    assert after.run() == 0
+    assert not after.saw_an_end
 
 
 class KilledEngine(StarvingEngine):

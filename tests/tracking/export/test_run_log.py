@@ -1,6 +1,7 @@
 """Logs that an export reads from run folders."""
 
 import os
+import shutil
 
 import pytest
 
@@ -36,6 +37,16 @@ def test_log_starts_with_the_first_session(folder):
     began = (folder / "environment.json").stat().st_mtime
     os.utime(folder / "config.yaml", (began + 3600, began + 3600))
     assert read_run_log(folder).start == began
+
+
+def test_log_names_its_attempt(folder):
+    """Each is a run of its own in the tools that it is exported to."""
+    assert read_run_log(folder).attempt == 1
+    (folder / "attempts" / "1").mkdir(parents=True)
+    try:
+        assert read_run_log(folder).attempt == 2
+    finally:
+        shutil.rmtree(folder / "attempts")
 
 
 def test_damaged_rows_are_counted(folder):

@@ -67,6 +67,14 @@ def test_longer_log_replaces_the_earlier_one(log, tmp_path):
     assert len(list((tmp_path / "into").rglob("events*"))) == 1
 
 
+def test_what_a_killed_export_has_left_is_removed(log, tmp_path):
+    left = tmp_path / "into" / f".unfinished-{log.name}" / "new" / "events.out.tfevents.1"
+    left.parent.mkdir(parents=True)
+    left.touch()
+    write_events(log, tmp_path / "into")
+    assert [path.name for path in (tmp_path / "into").iterdir()] == [log.name]
+
+
 def test_files_of_others_stay(log, tmp_path):
     other = tmp_path / "into" / log.name / "events.out.tfevents.1.other"
     other.parent.mkdir(parents=True)

@@ -10,6 +10,7 @@ import os
 import socket
 import subprocess
 import sys
+import tempfile
 import threading
 from collections.abc import Callable
 from pathlib import Path
@@ -22,7 +23,7 @@ from qkablate.config import TrackingConfig
 from qkablate.errors import UserError
 from qkablate.tracking import WandbRun
 from qkablate.tracking.wandb.mode import probe_server, resolve_mode
-from qkablate.tracking.wandb.run import OFFLINE, RunIdentity, flatten_row
+from qkablate.tracking.wandb.run import OFFLINE, LoggedTables, RunIdentity, flatten_row
 from tests.tracking.wandb import log_reader
 from tests.tracking.wandb.fake_server import FakeServer, dead_url
 
@@ -687,6 +688,7 @@ def test_an_error_while_logging_ends_only_the_wandb_run(finish, monkeypatch, tmp
     wandb_run.close({}, 0)
     assert notes == ["W&B: the disk is full; continuing without it"]
     assert stub.calls == ["log 0", "finish 1"]
+    assert wandb_run.address == "offline"  # the server has not all of it
 
 
 @pytest.mark.parametrize("error", [RuntimeError("no"), TimeoutError("no")])
@@ -699,6 +701,29 @@ def test_an_error_at_the_end_is_reported(error, monkeypatch, tmp_path):
     assert stub.calls == ["log 7", "finish 3"]
     assert stub.summary == {"final/status": "done"}
     assert len(notes) == 1
+    assert wandb_run.address == "offline"
+
+
+def test_tables_are_kept_in_the_folder_of_their_run(monkeypatch, tmp_path):
+    """Also if other runs of this process have begun since, as vmapped runs do."""
+    seen: list[tuple[str, str]] = []
+
+    class Observed(Stub):
+        def log(self, row: dict[str, Any], step: int | None) -> None:
+            seen.append((os.environ["WANDB_DATA_DIR"], tempfile.gettempdir()))
+
+    runs = [
+        stubbed(monkeypatch, tmp_path / name, lambda *_: Observed())[0] for name in ("one", "two")
+    ]
+    before = tempfile.gettempdir()
+    for run in runs:
+        run.log_tables(LoggedTables({"examples": (["a"], [[1]])}))
+    for run in reversed(runs):
+        run.close({}, 0)
+    folders = [tmp_path / name / "wandb" for name in ("one", "two")]
+    assert seen == [(str(folder / "data"), str(folder / "tmp")) for folder in folders]
+    assert tempfile.gettempdir() == before
+    assert not any((folder / "tmp").exists() for folder in folders)
 
 
 def test_a_wandb_run_that_cannot_start_is_off(monkeypatch, tmp_path):
