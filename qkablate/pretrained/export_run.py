@@ -35,6 +35,7 @@ from qkablate.training.warm_start.restore import RestoredRun
 
 _GPT2_MLPS = ("gelu", "gelu_tanh", "relu2")
 _TOKENS = 32  # of a sequence that both models read
+_TOLERANCE = 1e-6  # difference of logits, in fp64
 
 
 @dataclass(frozen=True)
@@ -64,6 +65,11 @@ def export_run(restored: RestoredRun, folder: Path) -> Exported:
     _check_memory(restored.model)
     model, architecture = _convert(restored, family)
     difference = _compare(restored.model, model)
+    if not difference <= _TOLERANCE:
+        raise UserError(
+            f"variant: {restored.config.variant.name} cannot be written as standard attention:"
+            f" the logits differ by {difference:.1e}"
+        )
     weights = {name: value.float() for name, value in model.state_dict().items()}
     prefix, tensors = PREFIXES[family], {}
     for entry in architecture.tensor_maps().values():
@@ -125,11 +131,9 @@ def _convert(restored: RestoredRun, family: str) -> tuple[Model, Architecture]:
     shape, variant = config.model, VariantConfig(lr=1.0)
     if family == "gpt2":  # it has all biases, and a table of positions
         shape = replace(shape, bias=True, position="learned")
-    elif (config.variant.qk, config.variant.ov, config.variant.norm) == (
-        *("grouped", "grouped"),
-        "none",
-    ):
-        variant = config.variant
+    elif (config.variant.qk, config.variant.ov) == ("grouped", "grouped"):
+        name, groups = config.variant.name, config.variant.groups
+        variant = VariantConfig(name, qk="grouped", ov="grouped", groups=groups, lr=1.0)
     variant = resolve_variant(variant, shape)
     target = build_model(shape, variant, source.vocabulary, device="cpu").double().eval()
     given = source.state_dict()

@@ -28,9 +28,6 @@ def standardize(source: Attention, target: Attention) -> None:
 
     Raises UnsupportedCombination with the reason where no standard layer does.
     """
-    if is_same_form(source, target):
-        target.load_state_dict(source.state_dict())
-        return
     if source.norm is not None:
         raise UnsupportedCombination("its queries or keys are normalized")
     if source.rope_dims is not None:
@@ -39,6 +36,9 @@ def standardize(source: Attention, target: Attention) -> None:
         raise UnsupportedCombination("no token attends to itself")
     if type(source.qk).score_bias is not QK.score_bias:
         raise UnsupportedCombination("its scores have a learned table of positions")
+    if is_same_form(source, target):
+        target.load_state_dict(source.state_dict())
+        return
     source = copy.deepcopy(source).double()
     _set_scores(source, target)
     _set_output(source, target)

@@ -1,6 +1,8 @@
 """Runs with random weights, as a command restores them."""
 
+from collections.abc import Mapping
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -10,11 +12,13 @@ from qkablate.models.build import build_model
 from qkablate.training.warm_start.restore import RestoredRun
 
 
-def random_run(folder: Path, name: str, **changes: Any) -> RestoredRun:
-    """Return a run of a variant of which no parameter is as it was initialized."""
+def random_run(
+    folder: Path, name: str, keys: Mapping[str, Any] = MappingProxyType({}), **changes: Any
+) -> RestoredRun:
+    """Return a run of a variant, some keys of which are changed, with random parameters."""
     sizes = {"layers": 2, "d_model": 16, "heads": 4, "context": 16, "bias": True}
     model = ModelConfig(**sizes | changes)
-    entry = {"rank": "auto", "groups": "auto", **variants()[name]}
+    entry = {"rank": "auto", "groups": "auto", **variants()[name], **keys}
     variant = resolve_variant(VariantConfig(**entry), model)
     built = build_model(model, variant, 61, device="cpu").init_(0).eval()
     generator = torch.Generator().manual_seed(2)

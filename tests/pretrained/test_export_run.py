@@ -51,6 +51,25 @@ def test_other_functions_are_refused_with_the_reason(tmp_path, name):
     assert not (tmp_path / "hf").exists()
 
 
+@pytest.mark.parametrize("name", ["standard", "gqa", "mqa"])
+@pytest.mark.parametrize("changes", [LLAMA, {}], ids=["llama", "gpt2"])
+def test_what_transformers_does_not_compute_is_refused(tmp_path, name, changes):
+    keys = {"mask_self": True}
+    with pytest.raises(UserError, match="no token attends to itself"):
+        export_run(random_run(tmp_path, name, keys, **changes), tmp_path / "hf")
+    if changes:
+        with pytest.raises(UserError, match="only some dimensions"):
+            export_run(random_run(tmp_path, name, {"rope_dims": 2}, **changes), tmp_path / "hf")
+    assert not (tmp_path / "hf").exists()
+
+
+def test_model_whose_logits_are_not_finite_is_refused(tmp_path):
+    run = random_run(tmp_path, "standard")
+    next(run.model.parameters()).data.fill_(torch.nan)
+    with pytest.raises(UserError, match="the logits differ by nan"):
+        export_run(run, tmp_path / "hf")
+
+
 def test_every_variant_is_exported_or_refused_here():
     assert sorted([*EXACT.split(), *REFUSED]) == sorted(variants())
 
