@@ -18,6 +18,7 @@ from qkablate.config.data import (
     fill_vocab_size,
     source_words,
 )
+from qkablate.config.sweep import unquoted
 from qkablate.errors import UserError, nearest_hint, not_one_of, print_stderr
 from qkablate.runs.records import read_result
 from qkablate.runs.run import find_run
@@ -91,6 +92,8 @@ def evaluate(run: "str | Path | Record", *, split: str = "val", **keys: Any) -> 
     for key in values:
         if key not in EVAL_KEYS:
             raise UserError(f"{key}: there is no such key{nearest_hint(key, EVAL_KEYS)}")
+    for key in values.keys() & {*_OWN_KEYS, *CIRCUIT_KEYS}:
+        values[key] = unquoted(values[key])  # Hydra reads the others
     if split not in HELD_OUT_SPLITS:
         raise UserError(f"split: {not_one_of(split, HELD_OUT_SPLITS)}")
     folder = run if isinstance(run, str | Path) else run.folder
@@ -106,7 +109,7 @@ def evaluate_runs(
     )
     tokens = None if values.get("tokens") == "all" else _whole_number(values, "tokens", 2)
     device, precision = values.get("device"), values.get("precision")
-    check(Config(device=device or "auto", precision=precision or "auto"))
+    check(Config(device=device or "auto", precision=precision or "auto", threads=threads or "auto"))
     if "data" in values:
         _compose_data(values)
     folders = [find_run(run, values.get("out", "outputs")) for run in runs]
@@ -126,7 +129,7 @@ def evaluate_runs(
     for folder in folders:
         restored = restore(folder, variant_file=file, qk=qk, ov=ov, step=step)
         requested = request_data(restored.config.data, values)
-        data = open_run_data(restored, requested, values.get("data.cache", "auto"))
+        data = open_run_data(restored, requested, unquoted(values.get("data.cache", "auto")))
         limit = tokens if "tokens" in values else training_limit(restored, data, split)
         planned.append((restored, requested or restored.config.data, data, limit))
     found = []

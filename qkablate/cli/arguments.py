@@ -203,8 +203,10 @@ def take_out(words: Iterable[str], *, unpack: bool = True) -> tuple[list[str], s
 
     If the folder has archives alone, it is that of the unpacked ones, unless `unpack` is false.
     """
+    from qkablate.config.sweep import unquoted
+
     folders = [word.removeprefix("out=") for word in words if word.startswith("out=")]
-    out = folders[-1] if folders else "outputs"
+    out = unquoted(folders[-1]) if folders else "outputs"
     if not out:
         raise UserError("out: a value is missing; write out=FOLDER")
     path = expand_user("out", out)
@@ -273,6 +275,8 @@ def run_and_keys(
 
 def runs_and_keys(words: Iterable[str], keys: Collection[str]) -> tuple[list[str], dict[str, str]]:
     """Return the runs and the values of `keys` that a command names."""
+    from qkablate.config.sweep import unquoted
+
     runs, pairs = split_runs(words)
     values: dict[str, str] = {}
     for pair in pairs:
@@ -283,7 +287,8 @@ def runs_and_keys(words: Iterable[str], keys: Collection[str]) -> tuple[list[str
             raise UserError(f"{key}: given twice")
         if not value:
             raise UserError(f"{key}: is empty; leave it out for the default")
-        values[key] = value
+        is_read_here = key == "out" or key in CIRCUIT_KEYS  # Hydra reads the others
+        values[key] = unquoted(value) if is_read_here else value
     return runs, values
 
 

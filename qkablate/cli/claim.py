@@ -132,7 +132,7 @@ class _ClaimRequest:
         from qkablate.analysis.claims.parse import claim_names, load_claim
         from qkablate.analysis.claims.registry import find_registrations, registered_names
         from qkablate.config import KEYS, check_digits, conf_dir, has_role, no_such_key
-        from qkablate.config.sweep import SWEEP_KEYS
+        from qkablate.config.sweep import SWEEP_KEYS, unquoted
 
         name, *rest = words
         pairs = {}
@@ -159,7 +159,7 @@ class _ClaimRequest:
             is_reserved = key.partition(".")[0] in ("sweep", "control", "seed", "seeds")
             if key not in KEYS and not is_reserved and not (conf_dir() / key).is_dir():
                 raise UserError(no_such_key(key, [*KEYS, *SWEEP_KEYS]))
-        out = pairs.get("out", "outputs")
+        out = unquoted(pairs.get("out", "outputs"))
         self.out = unpacked(out) if reads_only else out
         is_archive = self.out != out  # which is no place for runs
         self.words = [w for w in words if not (is_archive and w.startswith("out="))]

@@ -80,8 +80,8 @@ PARSER.option(
 PARSER.option(
     "--vocabulary",
     "N",
-    "size of the vocabulary (default: that of SIZE, or 256, that of bytes; data.tokenizer is not"
-    " read)",
+    "size of the vocabulary (default: that of a task, of SIZE, or 256, that of bytes;"
+    " data.tokenizer is not read)",
     whole_number(1, 2**31 - 1),
 )
 PARSER.switch("--measure", "also measure the median time of a training step, in turns")
@@ -95,12 +95,13 @@ def main(argv: list[str]) -> int:
     words = args.words
     if args.json and args.csv:
         raise UserError("--json and --csv: give one of the two")
-    vocabulary = args.vocabulary or _VOCABULARIES.get(args.at, _DEFAULT_VOCABULARY)
     if args.at:
         if any(word.lstrip("+").startswith("model=") for word in words):
             raise UserError("--at and model=…: give one of the two")
         words = [f"model={args.at}", *words]
-    jobs, costs = _describe(compose_jobs(words, of_all_variants=True), vocabulary)
+    planned = compose_jobs(words, of_all_variants=True)
+    vocabulary = args.vocabulary or _find_vocabulary(planned, args.at)
+    jobs, costs = _describe(planned, vocabulary)
     configs = [job.config for job in jobs]
     if args.measure:
         _measure(configs, costs, vocabulary)
@@ -120,6 +121,19 @@ def main(argv: list[str]) -> int:
         words = [word for word in job.words if is_small or not word.startswith("model")]
         print_next_commands(*[["verify", *job.words]] * can_verify, ["train", *words])
     return 0
+
+
+def _find_vocabulary(planned: list[Job], at: str | None) -> int:
+    """Return the vocabulary of a task, of a published size, or of bytes."""
+    from qkablate.data import TASKS, open_task
+
+    tasks = [job.config for job in planned if job.config.data.source in TASKS]
+    if not tasks:
+        return _VOCABULARIES.get(at or "", _DEFAULT_VOCABULARY)
+    found = {open_task(config.data, config.model).vocabulary for config in tasks}
+    if len(found) > 1 or len(tasks) < len(planned):
+        raise UserError("data: these have different vocabularies; give --vocabulary=N")
+    return found.pop()
 
 
 def _describe(planned: list[Job], vocabulary: int) -> tuple[list[Job], list[Cost]]:

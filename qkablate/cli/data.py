@@ -146,10 +146,13 @@ def _format_row(row: dict[str, Any]) -> list[str]:
 
 
 def _prepare(words: list[str], args: Namespace) -> None:
-    from qkablate.data import TASKS, Corpus, Pairs, Task, open_data
+    from qkablate.data import TASKS, Corpus, Pairs, Task, check_form, open_data, open_task
     from qkablate.data.corpus import is_prepared
 
     planned = compose_jobs(words)
+    for job in planned:  # before any is prepared
+        check = open_task if job.config.data.source in TASKS else check_form
+        check(job.config.data, job.config.model)
     fitting: dict[str, int] = {}  # the lengths that pairs need
     for job in planned:
         config = job.config

@@ -65,7 +65,10 @@ PARSER.switch("--json", "print JSON")
 def main(argv: list[str]) -> int:
     """Write a published model as a run."""
     args = PARSER.parse(argv)
-    words, out = take_out(args.words)
+    words, out = take_out(args.words, unpack=False)
+    from qkablate.analysis.publication.archive import refuse_archives
+
+    refuse_archives(out)
     model, values = run_and_keys(words, KEYS, "import MODEL", "model")
     for word in (model, out, *values.values()):
         check_utf8(sanitize(word), word)

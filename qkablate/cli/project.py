@@ -114,7 +114,10 @@ def main(argv: list[str]) -> int:
     """Train what is missing, and print the parts of the gap."""
     args = PARSER.parse(argv)
     runs, overrides, steps = _parse_words(args.words)
-    overrides, out = take_out(overrides)
+    overrides, out = take_out(overrides, unpack=False)
+    from qkablate.analysis.publication.archive import refuse_archives
+
+    refuse_archives(out)
     if args.table or has_several_variants(overrides):
         return print_conversions(args, runs, overrides, steps, out)
     engine_words, _ = split_engine_words(overrides)

@@ -67,10 +67,10 @@ def _translator(restored: "RestoredRun") -> "EncoderDecoder":
     if isinstance(restored.model, EncoderDecoder):
         return restored.model
     form = restored.config.model.form
-    key = "prompt" if form == "decoder" else "text"
+    instead = "prompt=TEXT" if form == "decoder" else "text=TEXT"
     raise UserError(
-        f"source: this run does not translate: it has model.form={form}, and only"
-        f" encoder_decoder does; give {key}=TEXT"
+        f"this run does not translate, as source=TEXT and --split ask: it has model.form={form},"
+        f" and only encoder_decoder does; give {instead}"
     )
 
 

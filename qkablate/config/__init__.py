@@ -191,7 +191,8 @@ def check(config: Config) -> None:
         raise ImpossibleConfig(
             f"seeds.dropout: {config.seeds.dropout} has no effect with model.dropout=0"
         )
-    if len(optim.betas) != 2 or not all(0 <= beta < 1 for beta in optim.betas):
+    are_numbers = all(isinstance(beta, int | float) for beta in optim.betas)
+    if len(optim.betas) != 2 or not are_numbers or not all(0 <= beta < 1 for beta in optim.betas):
         raise UserError(f"optim.betas: {optim.betas} are not two numbers from 0 to below 1")
     if config.compile not in (True, False, "auto", "graphs"):
         raise UserError(f"compile: '{config.compile}' is not one of auto, true, false, graphs")
@@ -302,7 +303,7 @@ def resolve(config: Config) -> Config:
 
 _TYPES = {"Integer": "a whole number", "Float": "a number", "bool": "true or false"}
 _TYPES |= {"Union[int, str]": "a whole number", "Union[float, int, str]": "a number"}
-_TYPES |= {"Union[bool, str]": "true, false"}
+_TYPES |= {"Union[bool, str]": "true, false, graphs"}  # of compile
 
 
 def explain(error: BaseException, known: Collection[str] = ()) -> str:

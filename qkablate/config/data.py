@@ -187,7 +187,7 @@ def check_data(data: DataConfig) -> None:
     _check_tokenizer(data)
     try:
         re.compile(data.document_start or "")
-    except re.error as error:
+    except (re.error, OverflowError, RecursionError) as error:
         raise UserError(f"data.document_start: not a regular expression: {error}") from None
 
 
@@ -212,7 +212,7 @@ def _check_tokenizer(data: DataConfig) -> None:
 
 def _check_pairs(data: DataConfig) -> None:
     """Check that the place and the columns of pairs are given."""
-    if (data.path is None) == (data.name is None):
+    if bool(data.path) == bool(data.name):
         raise UserError(
             "data.path: data=pairs needs either data.path=FILE_OR_FOLDER or"
             " data.name=NAME_ON_THE_HUB"

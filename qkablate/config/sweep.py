@@ -180,8 +180,11 @@ def check_sweep(config: SweepConfig) -> None:
     grid = config.sweep
     if not re.fullmatch(r"\w[\w+-]*", grid.name):
         raise UserError(f"sweep.name: '{grid.name}' is not made of letters, digits, _, + and -")
-    if not grid.tuning_seeds or not all(0 <= seed <= BIG for seed in grid.tuning_seeds):
-        raise UserError(f"sweep.tuning_seeds: {grid.tuning_seeds} are not one or more seeds")
+    seeds = grid.tuning_seeds
+    if not seeds or not all(isinstance(seed, int) and 0 <= seed <= BIG for seed in seeds):
+        raise UserError(f"sweep.tuning_seeds: {seeds} are not one or more seeds")
+    if len({*seeds}) < len(seeds):
+        raise UserError(f"sweep.tuning_seeds: {seeds} has a seed twice")
     _check_also(grid)
     if grid.baseline == "none":
         raise UserError("sweep.baseline: 'none' is not a variant; for no baseline write null")
@@ -256,6 +259,18 @@ def as_quoted(value: Any) -> str:
     inner = re.sub(r'(\\*)"', r'\1\1\\"', value)
     inner = re.sub(r"(\\+)$", r"\1\1", inner)
     return f'"{inner}"'
+
+
+def unquoted(value: str) -> str:
+    """Return a word's value without the quotes around it, which Hydra needs for some characters."""
+    if len(value) > 1 and value[0] == value[-1] and value[0] in "'\"":
+        return re.sub(rf"(\\+)({value[0]}|$)", _unescape, value[1:-1])
+    return value
+
+
+def _unescape(found: re.Match[str]) -> str:
+    backslashes, quote = found.groups()
+    return "\\" * (len(backslashes) // 2) + quote
 
 
 def _is_typed(word: str) -> bool:

@@ -49,7 +49,7 @@ def open_data(config: DataConfig, model: ModelConfig, tokenizer: Tokenizer | Non
     """
     if config.source in TASKS:
         return open_task(config, model)
-    _check_form(config, model)
+    check_form(config, model)
     return _read_corpus(open_corpus(config, tokenizer), config, model)
 
 
@@ -69,7 +69,7 @@ def _read_corpus(corpus: Corpus, config: DataConfig, model: ModelConfig) -> Data
     return MaskedText(corpus, model.context) if has_masks(config) else corpus
 
 
-def _check_form(config: DataConfig, model: ModelConfig) -> None:
+def check_form(config: DataConfig, model: ModelConfig) -> None:
     """Raise ImpossibleConfig if a prepared text is not for this form of the model."""
     source, form = config.source, model.form
     if source == "stdlib_tags":

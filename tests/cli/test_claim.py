@@ -367,6 +367,12 @@ def test_refuted_and_underpowered_are_verdicts_too(claim, pretended, write):
     assert claim("show").code == 0
 
 
+def test_folder_may_be_quoted(qkablate):
+    """As Hydra, which reads the words of the runs, needs it."""
+    done = qkablate("claim", "show", "directed", 'out="a (1)"')
+    assert "not run yet in 'a (1)', which does not exist" in done.out
+
+
 def test_show_refuses_what_run_would(claim, write):
     write(grid={"variant": "standard,no_q,noq"})
     assert_refused(claim("show"), "variant: 'noq' (nearest: no_q) is not one of")

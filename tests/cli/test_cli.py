@@ -198,6 +198,11 @@ MISTAKES = [
     (["seed=range(3)"], "'seed=range(3)' has several values: `qkablate train` trains one run"),
     (["--rerun=1"], "--rerun takes no value"),
     (["optim.betas=[a,b]"], "optim.betas: 'a' is not a number"),
+    (["data=pairs", "data.path="], "data.path: data=pairs needs either data.path=FILE_OR_FOLDER"),
+    (
+        ["data=hub", "data.path=null", "data.name=x", "data.document_start='a{4294967295}'"],
+        "data.document_start: not a regular expression: ",
+    ),
     (["out=~/x"], "'out=~/x' cannot be read; quote a value with special characters"),
     (["variant.name=../../evil"], "variant.name"),
     (["variant.name=''"], "variant.name: '' is not made of letters"),

@@ -121,6 +121,17 @@ def test_precision_sets_the_bytes_of_a_number(qkablate):
     assert half["standard"]["kv_bytes_per_token"] == 8 * half["mqa"]["kv_bytes_per_token"]
 
 
+def test_vocabulary_is_that_of_the_task(qkablate):
+    words = ("cost", "variant=standard", "--json")
+    for task, own in (("data=recall", "8192"), ("data=recall,recall data.vocab_size=64", "64")):
+        given = json.loads(qkablate(*words, *task.replace(",recall", "").split()).out)
+        assert given == json.loads(qkablate(*words, "--vocabulary", own).out)
+    done = qkablate(*words, "data=recall,dyck")
+    assert (done.code, done.err.count("\n")) == (2, 1)
+    assert "data: these have different vocabularies; give --vocabulary=N" in done.err
+    assert qkablate(*words, "data=recall,dyck", "--vocabulary=99").code == 0
+
+
 def test_layers_of_an_encoder_are_its_own(qkablate):
     words = ("cost", "model=nano_translator", "model.layers=2", "model.encoder_layers=6")
     rows = json.loads(qkablate(*words, "--json").out)

@@ -54,6 +54,12 @@ def test_prepare_once(qkablate, user_text):
     assert "prepared before" in qkablate("data", "prepare", *user_text).out
 
 
+def test_nothing_is_prepared_if_one_cannot_be(qkablate, user_text, tmp_path):
+    done = qkablate("data", "prepare", *user_text, "model.form=decoder,encoder_decoder")
+    assert (done.code, done.err.count("\n"), done.out) == (2, 1, "")
+    assert json.loads(qkablate("data", "list", "--json").out)["prepared"] == []
+
+
 def test_prepare_several(qkablate, user_text):
     done = qkablate("data", "prepare", *user_text, "data.tokenizer=bytes,chars")
     assert done.code == 0

@@ -249,6 +249,15 @@ def test_task_that_does_not_fit_is_refused(qkablate, folder):
     assert_refused(done, "data: recall given, but this run was trained on text (data=text)")
 
 
+def test_large_task_is_generated_where_it_is_named(qkablate, folder, monkeypatch):
+    monkeypatch.setattr("qkablate.training.recorders.diagnostics._MAX_TASK_TOKENS", 1)
+    run = str(find(folder, "standard", "tasks"))
+    done = qkablate("eval", run)
+    assert_refused(done, "is large, or of another version", "is named: data=")
+    words = done.err.strip().partition("is named: ")[2].split()
+    assert qkablate("eval", run, *words).code == 0
+
+
 def test_data_that_is_not_prepared_is_refused(qkablate, folder):
     done = qkablate("eval", str(find(folder, "standard")), f"data.cache={folder}/none")
     assert_refused(done, "is not prepared on this machine; data.cache=FOLDER names")

@@ -1,11 +1,14 @@
 """`qkablate import` as a user types it."""
 
 import json
+from pathlib import Path
 
 import pytest
 
 from tests.cli.helpers import assert_refused
 from tests.pretrained.published import write_published
+
+PUBLISHED = Path(__file__).parents[2] / "docs" / "study" / "results"
 
 
 def test_imported_run_is_read_by_the_other_verbs(qkablate, tmp_path):
@@ -98,6 +101,7 @@ def test_imported_run_is_evaluated_and_inspected_on_text(qkablate, train, tmp_pa
         ([".", "revision=main"], ["revision: only a model on the Hub has one"]),
         (["gpt2", "context=0"], ["context: '0' is not a whole number"]),
         (["m\udcf6del"], ["it is not UTF-8 text"]),
+        (["gpt2", f"out={PUBLISHED}"], ["has archives of published runs, which are read only"]),
     ],
 )
 def test_mistakes_are_one_line(qkablate, words, reasons):

@@ -54,6 +54,8 @@ def test_named_data_is_found_by_all_its_settings(qkablate, outputs):
 
 def test_folder_that_does_not_exist_is_a_mistake(qkablate):
     assert_refused(qkablate("ls", "out=nowhere"), "out: 'nowhere' does not exist")
+    for quoted in ('"no (1)"', "'no (1)'"):  # as `qkablate train` needs it
+        assert_refused(qkablate("ls", f"out={quoted}"), "out: 'no (1)' does not exist")
     Path("file").touch()
     assert_refused(qkablate("ls", "out=file"), "out: 'file' is a file")
     assert qkablate("ls").code == 0  # there are no runs yet

@@ -111,6 +111,8 @@ MISTAKES = [
     ),
     (["--retry", "x"], "--retry: 'x' is not one of failed"),
     (["--retry"], "--retry: a value is missing"),
+    (["sweep.tune=true", "sweep.tuning_seeds=[1,1]"], "tuning_seeds: [1, 1] has a seed twice"),
+    (["sweep.tune=true", "sweep.tuning_seeds=[[1]]"], "[[1]] are not one or more seeds"),
     (["--json"], "--json needs --dry-run"),
     (["seed=range(0,1,0)"], "arg 3 must not be zero"),
     (["variant=1"], "must be a string or a list. Got int"),

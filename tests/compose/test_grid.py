@@ -7,10 +7,11 @@ import pytest
 from hydra.errors import HydraException
 from omegaconf.errors import OmegaConfBaseException
 
-from qkablate.compose.configs import compose_jobs, make_config, open_hydra
+from qkablate.compose.configs import compose_jobs, make_config, open_hydra, parse_value
 from qkablate.compose.grid import read_request
 from qkablate.compose.words import format_error
 from qkablate.config import conf_dir, flatten, from_hydra, variants
+from qkablate.config.sweep import as_quoted, unquoted
 from qkablate.errors import UserError
 from qkablate.sweeps.planning.predicates import holds
 from qkablate.sweeps.planning.tuning import lr_ladder
@@ -219,6 +220,14 @@ def test_quoted_values_keep_special_characters(opened_hydra):
     assert found == ["/a b,c (1).txt", "/it's", "plain.txt"]
     (config,) = configs(read_request(["tracking.group='a, b'", "seed='3'"]))
     assert config.tracking.group == "a, b"
+
+
+@pytest.mark.parametrize(
+    "value", ["/a b (1)", 'a"b', "it's", "a\\", 'a\\"b\\\\', "'a'", '"', "plain"]
+)
+def test_quotes_of_a_word_are_removed_as_by_hydra(opened_hydra, value):
+    """Some verbs read a folder themselves, and others hand it to Hydra."""
+    assert unquoted(as_quoted(value)) == parse_value(f"out={as_quoted(value)}") == value
 
 
 # make_config makes what `train` would.

@@ -330,6 +330,8 @@ def test_best_guess_of_sort_is_that_of_each_position(symbols, length):
     sorted_NP = np.sort(np.random.default_rng(1).integers(symbols, size=(40_000, length)))
     most = [np.bincount(column).max() for column in sorted_NP.T]
     assert np.mean(most) / 40_000 == pytest.approx(task.chance, abs=0.006)
+    long = make("sort", 7000, vocab_size=symbols, copy_length=3000)
+    assert task.chance < long.chance < 1  # most positions are nearly sure
 
 
 @pytest.mark.parametrize(

@@ -28,6 +28,8 @@ _STDLIB_HELD_OUT_FRACTION = 0.1
 _FEW = 300  # sources: fewer are not sure to fill splits of 3 %, and are split by rank
 _STDLIB_READERS = {"stdlib_pairs": postfix.read_expressions, "stdlib_tags": roles.read_statements}
 
+_HALF_PAIR = re.compile("[\ud800-\udfff]")
+
 Pair = tuple[str, str]
 
 
@@ -116,6 +118,10 @@ def _checked(pairs: Iterator[tuple[int, str, str]], place: str) -> Iterator[Pair
             empty.append(line)
         elif "\0" in source + target:
             raise UserError(f"data.path: line {line} of {place} is not text: it has the byte 0")
+        elif _HALF_PAIR.search(source + target):  # which JSON may have
+            raise UserError(
+                f"data.path: line {line} of {place} is not text: it has half of a surrogate pair"
+            )
         else:
             yield source.strip(), target.strip()
     if empty:

@@ -1,7 +1,5 @@
 """Selective copying (Gu & Dao 2023), forwards, backwards and in order of the symbols."""
 
-import math
-
 import numpy as np
 
 from qkablate.data.tasks.base import Examples, Task, octave
@@ -77,12 +75,12 @@ class Sort(Copy):
         return np.sort(source_NP, axis=1)
 
     def best_guess(self) -> float:
+        from scipy.stats import binom  # it takes longer to import than all of this package
+
         n, size = self._copy_length, self._symbols
         below_S = np.arange(size + 1) / size  # P(a symbol is smaller than the s-th)
         chances = []
         for rank in range(1, n + 1):  # of the order statistic at each position
-            at_most_S = sum(
-                math.comb(n, k) * below_S**k * (1 - below_S) ** (n - k) for k in range(rank, n + 1)
-            )
+            at_most_S = binom.sf(rank - 1, n, below_S)  # as many symbols or more are smaller
             chances.append(np.diff(at_most_S).max())
         return float(np.mean(chances))

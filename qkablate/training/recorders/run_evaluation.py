@@ -5,6 +5,7 @@ training has recorded. Draws no random numbers and writes nothing.
 """
 
 import contextlib
+import shlex
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 from functools import partial
@@ -14,7 +15,7 @@ import torch
 
 from qkablate.config import Config, DataConfig, read_limit
 from qkablate.config.data import VOCABULARY_SIZES
-from qkablate.data import Batch, Corpus, Data, EvalMetrics, open_data
+from qkablate.data import TASKS, Batch, Corpus, Data, EvalMetrics, open_data, task_words
 from qkablate.data.batches import DOCUMENT
 from qkablate.data.progress import Progress
 from qkablate.errors import UserError, print_stderr
@@ -74,6 +75,12 @@ def open_run_data(restored: RestoredRun, requested: DataConfig | None, cache: st
         data = find_run_data(restored, cache)
         if data is None and restored.is_imported:
             raise UserError(f"data: '{name}' was imported and has no data; give data=NAME")
+        if data is None and config.data.source in TASKS:
+            words = [w for w in task_words(config.data, config.model) if w.startswith("data")]
+            raise UserError(
+                f"data: the task of '{name}' is large, or of another version, and is generated only"
+                f" where it is named: {shlex.join(words)}"
+            )
         if data is None:
             raise UserError(
                 f"data: the data of '{name}' is not prepared on this machine; data.cache=FOLDER"

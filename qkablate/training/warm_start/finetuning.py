@@ -22,7 +22,7 @@ from qkablate.config import (
     names_of,
 )
 from qkablate.config.data import COLUMNS, HUB_KEYS, source_words
-from qkablate.config.sweep import as_word
+from qkablate.config.sweep import as_quoted, as_word
 from qkablate.data import TASKS, Data, corpus, find_data, open_data
 from qkablate.errors import UserError, sanitize
 from qkablate.runs.run import find_run, label
@@ -69,7 +69,7 @@ def compose_finetuning(
         added = _make_imported_overrides(parent.config, overrides, steps)
     else:
         added = _make_overrides(parent.config, keys_of(overrides), steps)
-    return compose([*overrides, *added, f"out={out}"])
+    return compose([*overrides, *added, f"out={as_quoted(out)}"])
 
 
 def finetune_lr(parent: Config) -> float:

@@ -195,6 +195,11 @@ MISTAKES = {
         '{"de": "x\\u0000", "en": "y"}\n',
         "line 1 of '.*' is not text: it has the byte 0",
     ),
+    "half a pair": (
+        "a.jsonl",
+        '{"de": "x", "en": "y\\ud800"}\n',
+        "line 1 of '.*' is not text: it has half of a surrogate pair",
+    ),
     "suffix": ("a.txt", "x\n", "'.*a.txt' is not a .jsonl, .tsv or .csv file"),
     "few": (
         "a.tsv",
