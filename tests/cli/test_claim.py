@@ -368,7 +368,7 @@ def test_refuted_and_underpowered_are_verdicts_too(claim, pretended, write):
 
 
 def test_folder_may_be_quoted(qkablate):
-    """As Hydra, which reads the words of the runs, needs it."""
+    """Hydra, which reads the words of the runs, needs the quotes."""
     done = qkablate("claim", "show", "directed", 'out="a (1)"')
     assert "not run yet in 'a (1)', which does not exist" in done.out
 

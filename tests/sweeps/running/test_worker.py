@@ -201,7 +201,7 @@ def test_crash_on_another_machine_is_a_failure(plan_grid, monkeypatch):
 
 
 def test_end_of_runs_that_another_launcher_trains_is_seen(plan_grid):
-    """So that whoever ends last logs the sweep."""
+    """Whoever ends last logs the sweep."""
     manifest = plan_grid("seed=0,1", "sweep.baseline=null")
     manifest.write()
     launcher, later = (Launcher(manifest, StarvingEngine(), ProgressTable()) for _ in range(2))
