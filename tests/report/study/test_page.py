@@ -104,6 +104,7 @@ def test_figures_of_the_readme_are_those_of_the_claims(studied):
         "against 64), and": ("qq_never_better", "never d_model=128"),
         "With rotary positions it is": ("rope", 1000),
         "after half as many tokens, and": ("rope", 4000),
+        "its first 400,000 bytes raises it by": ("data_amount", "more_with_more"),
         "(keys of length one, no token attends to itself) it is": ("reformer", "not_worse"),
         "removing W_o costs": ("encoder_translation", "w_o"),
         "and nothing in their place, no W_o has": ("w_v_and_w_o", "no_o"),
