@@ -19,13 +19,13 @@ test: venv ## set up, then run the tests (in 10 to 20 minutes on 2 cores)
 	$(BIN)/pytest -n auto --dist worksteal -m "not slow and not exhaustive"
 
 # These wait for other processes nearly half of their time, so there are more of them than cores.
-ALL_BUSY := -n $$($(BIN)/python -c 'import os; print(os.cpu_count() * 2)') --dist worksteal
+MORE_WORKERS := -n $$($(BIN)/python -c 'import os; print(os.cpu_count() * 2)') --dist worksteal
 
-test-slow: venv ## one test of everything slow: clusters, browser, kills, servers, compilers (CI runs these, too)
-	$(BIN)/pytest $(ALL_BUSY) -m slow
+test-slow: venv ## the tests that take long: clusters, browser, kills, servers (CI runs them, too)
+	$(BIN)/pytest $(MORE_WORKERS) -m slow
 
 test-exhaustive: venv ## simulations, injected faults, all combinations (an hour on 2 cores)
-	$(BIN)/pytest $(ALL_BUSY) -m exhaustive
+	$(BIN)/pytest $(MORE_WORKERS) -m exhaustive
 
 test-all: test test-slow test-exhaustive ## all tests, before a release
 

@@ -129,7 +129,7 @@ def evaluate_runs(
     for folder in folders:
         restored = restore(folder, variant_file=file, qk=qk, ov=ov, step=step)
         requested = request_data(restored.config.data, values)
-        data = open_run_data(restored, requested, unquoted(values.get("data.cache", "auto")))
+        data = open_run_data(restored, requested, values.get("data.cache", "auto"))
         limit = tokens if "tokens" in values else training_limit(restored, data, split)
         planned.append((restored, requested or restored.config.data, data, limit))
     found = []

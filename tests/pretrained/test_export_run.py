@@ -53,7 +53,7 @@ def test_other_functions_are_refused_with_the_reason(tmp_path, name):
 
 @pytest.mark.parametrize("name", ["standard", "gqa", "mqa"])
 @pytest.mark.parametrize("changes", [LLAMA, {}], ids=["llama", "gpt2"])
-def test_what_transformers_does_not_compute_is_refused(tmp_path, name, changes):
+def test_functions_that_transformers_does_not_have_are_refused(tmp_path, name, changes):
     keys = {"mask_self": True}
     with pytest.raises(UserError, match="no token attends to itself"):
         export_run(random_run(tmp_path, name, keys, **changes), tmp_path / "hf")

@@ -6,7 +6,6 @@ run starts within a few hundredths of a second.
 
 import contextlib
 import multiprocessing
-import os
 import signal
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -18,7 +17,7 @@ from qkablate.sweeps.engines.base import Engine, RunExit, RunTask
 from qkablate.sweeps.engines.main_module import hidden_main_module
 from qkablate.sweeps.engines.remote import oom_kill_count
 from qkablate.sweeps.running import worker
-from qkablate.tracking.wandb.service import BLOCKED_SIGNALS, run_service
+from qkablate.tracking.wandb.service import BLOCKED_SIGNALS, run_service, users_environment
 
 # Importing these in the server saves every run half a second.
 PRELOADED = [worker.__name__, "omegaconf"]
@@ -79,7 +78,7 @@ class LocalEngine(Engine):
             target=worker.run_worker,
             args=(
                 *(task, self._devices[slot], end, self._wandb_address, self._wandb_keeper),
-                dict(os.environ),  # the server's is that of the first sweep of this process
+                users_environment(),  # the server's is that of the first sweep of this process
             ),
             name=task.id,
         )

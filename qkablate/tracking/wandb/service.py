@@ -26,6 +26,15 @@ def keep_files_in(folder: Path) -> None:
     os.environ.setdefault("WANDB_ERROR_REPORTING", "false")
 
 
+def users_environment() -> dict[str, str]:
+    """Return the variables of this process without those of its own runs in W&B.
+
+    With them, runs of another process would share its service and write in the folders of its runs.
+    """
+    ours = {name for name, value in _ours.items() if os.environ.get(name) == value}
+    return {k: v for k, v in os.environ.items() if k not in ours and k != SERVICE_VARIABLE}
+
+
 @contextlib.contextmanager
 def temporary_files_in(folder: Path) -> Iterator[None]:
     """Make temporary files of this process in a folder, for as long as the context lasts."""

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from qkablate.attention import Attention
 from qkablate.config import Config, DataConfig, check
+from qkablate.config.sweep import unquoted
 from qkablate.data import TASKS, Data, corpus, find_data, open_task
 from qkablate.data.batches import PAD
 from qkablate.diagnostics import DiagnosticPanel, attention_weights
@@ -148,7 +149,7 @@ def choose_inputs(
 def find_run_data(restored: RestoredRun, cache: str) -> Data | None:
     """Return the data of a run, from a cache or generated again; None if it is not here."""
     fingerprint, config = str(restored.identity.get("data_fingerprint")), restored.config
-    found = find_data(replace(config.data, cache=cache), config.model, fingerprint)
+    found = find_data(replace(config.data, cache=unquoted(cache)), config.model, fingerprint)
     return found or _find_task(config, fingerprint)
 
 

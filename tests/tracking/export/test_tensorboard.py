@@ -67,7 +67,7 @@ def test_longer_log_replaces_the_earlier_one(log, tmp_path):
     assert len(list((tmp_path / "into").rglob("events*"))) == 1
 
 
-def test_what_a_killed_export_has_left_is_removed(log, tmp_path):
+def test_leftovers_of_a_killed_export_are_removed(log, tmp_path):
     left = tmp_path / "into" / f".unfinished-{log.name}" / "new" / "events.out.tfevents.1"
     left.parent.mkdir(parents=True)
     left.touch()

@@ -24,6 +24,7 @@ from qkablate.errors import UserError
 from qkablate.tracking import WandbRun
 from qkablate.tracking.wandb.mode import probe_server, resolve_mode
 from qkablate.tracking.wandb.run import OFFLINE, LoggedTables, RunIdentity, flatten_row
+from qkablate.tracking.wandb.service import users_environment
 from tests.tracking.wandb import log_reader
 from tests.tracking.wandb.fake_server import FakeServer, dead_url
 
@@ -724,6 +725,16 @@ def test_tables_are_kept_in_the_folder_of_their_run(monkeypatch, tmp_path):
     assert seen == [(str(folder / "data"), str(folder / "tmp")) for folder in folders]
     assert tempfile.gettempdir() == before
     assert not any((folder / "tmp").exists() for folder in folders)
+
+
+def test_other_processes_get_the_variables_of_the_user(monkeypatch, tmp_path):
+    """The folders and the service of a run are not for the runs of a later sweep."""
+    monkeypatch.setenv("WANDB_SERVICE", "a run's")
+    stubbed(monkeypatch, tmp_path, lambda *_: Stub())
+    assert os.environ["WANDB_DATA_DIR"] == str(tmp_path / "wandb" / "data")
+    found = users_environment()
+    assert not {"WANDB_DATA_DIR", "WANDB_SERVICE"} & {*found}
+    assert found["WANDB_CACHE_DIR"] == "set here, so that monkeypatch restores it"
 
 
 def test_a_wandb_run_that_cannot_start_is_off(monkeypatch, tmp_path):
