@@ -6,7 +6,7 @@ EXTRAS ?= dev
 PIP := PIP_CONSTRAINT=constraints.txt $(BIN)/python -m pip install $(if $(MAKE_TERMOUT),,--quiet)
 
 help: ## list the targets
-	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  make %-10s%s\n", $$1, $$2}'
+	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  make %-16s%s\n", $$1, $$2}'
 
 train: venv ## set up, then train merged_w (no download)
 	$(BIN)/qkablate train variant=merged_w
