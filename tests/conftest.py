@@ -1,5 +1,6 @@
 """Shared fixtures: a private home folder, tiny runs, the command here or in another process."""
 
+import logging
 import os
 import subprocess
 import sys
@@ -13,6 +14,10 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from qkablate.cli import main
+
+# pytest adds a handler to each logger that does not propagate, and torch traces what it compiles as
+# soon as this one has a handler.
+logging.getLogger("torch.__trace").propagate = True
 
 SMALL = [
     *("model.layers=2", "model.d_model=16", "model.heads=2", "model.context=16"),

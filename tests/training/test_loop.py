@@ -1,5 +1,6 @@
 """The training loop: pairing, evaluation without side effects, golden losses."""
 
+import importlib
 import itertools
 import json
 import math
@@ -206,6 +207,7 @@ def test_cuda_without_index_sets_no_device(monkeypatch):
 @pytest.mark.slow
 def test_many_sizes_compile_in_one_process(qkablate, tiny, tmp_path, monkeypatch):
     """Torch silently falls back to eager after too many shapes of one function."""
+    importlib.import_module("torch._inductor.config")  # reads CXX once, for the whole process
     monkeypatch.setenv("CXX", sys.executable)  # the eager backend needs no compiler
     compiled = []
 
