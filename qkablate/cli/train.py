@@ -12,7 +12,7 @@ from qkablate.cli.arguments import Parser, out_words
 from qkablate.cli.hydra.app import run_hydra
 from qkablate.compose.configs import build_jobs, compose_jobs
 from qkablate.config import KEYS, Config, Role, flatten, from_hydra, keys_with, variants
-from qkablate.config.data import PREPARED_SOURCES
+from qkablate.config.data import loss_unit
 from qkablate.errors import UserError, print_stderr
 from qkablate.report.text.table import format_known
 from qkablate.runs.lease import AlreadyRunning, LeaseLost
@@ -203,10 +203,8 @@ def _print_result(result: dict[str, Any], trained: bool, folder: Path) -> None:
             known = {name: values[name] for name in splits if values.get(name) is not None}
             return "   ".join(f"{name} {value:{form}}" for name, value in known.items())
 
-        is_masked = result["data"].get("objective") == "mlm"
-        is_task = result["data"].get("source") not in PREPARED_SOURCES
-        kind = "masked token" if is_masked else "answer" if is_task else "token"
-        print(f"  loss      {join(loss)}   nats per {kind}")
+        unit = loss_unit(result["data"]["source"], result["data"].get("objective"))
+        print(f"  loss      {join(loss)}   {unit}")
         if parts := _format_parts(result):
             print(f"            {parts}")
         if bits["val"] is not None:

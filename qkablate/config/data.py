@@ -156,6 +156,15 @@ def has_masks(data: DataConfig) -> bool:
     return data.objective == "mlm"
 
 
+def loss_unit(source: str, objective: str | None) -> str:
+    """Return the unit of a loss: nats per token, per answer of a task, or what else it is over."""
+    if objective == "mlm":
+        return "nats per masked token"
+    if source in PAIR_SOURCES:
+        return "nats per target token"
+    return f"nats per {'token' if source in TEXT_SOURCES else 'answer'}"
+
+
 def is_causal_text(data: DataConfig) -> bool:
     """Return whether each token of a text is predicted from those before, as n-grams do it."""
     return data.source in TEXT_SOURCES and not has_masks(data)

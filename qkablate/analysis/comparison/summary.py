@@ -146,6 +146,7 @@ class StudySummary:
 
     sweep: str
     complete: bool
+    loss_unit: str
     arms: list[ArmLosses]
     gaps: list[GapSummary]
     noise_floor: list[NoiseFloor]
@@ -192,6 +193,7 @@ def describe_study(
     return StudySummary(
         sweep=study.name,
         complete=study.is_complete,
+        loss_unit=study.loss_unit,
         arms=[describe_arm(entry) for entry in study.entries],
         gaps=limited,
         noise_floor=[describe_noise_floor(family) for family in families],

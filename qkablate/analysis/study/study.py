@@ -13,6 +13,7 @@ from typing import Any
 from qkablate.analysis.stats import Sample
 from qkablate.analysis.study.loss_curves import LossCurve, read_final_train_loss, read_loss_curves
 from qkablate.config import KEYS
+from qkablate.config.data import loss_unit
 from qkablate.runs.document_losses import FILE_NAME as DOCUMENT_LOSSES
 from qkablate.runs.document_losses import DocumentLosses, read_document_losses
 from qkablate.runs.records import is_number, read_config, read_json, read_result, sha256
@@ -253,6 +254,13 @@ class Study:
     def ended(self) -> int:
         """Number of runs with a result: done or diverged."""
         return sum(record.status in ("done", "diverged") for record in self.all_records)
+
+    @cached_property
+    def loss_unit(self) -> str:
+        """Return the unit of its losses: nats per token, or only nats if its arms differ."""
+        data = [arm.config.data for arm in self.arms.values()]
+        units = {loss_unit(one.source, one.objective) for one in data}
+        return units.pop() if len(units) == 1 else "nats"
 
     @property
     def cli_arguments(self) -> list[str]:

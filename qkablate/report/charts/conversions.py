@@ -87,7 +87,7 @@ def _with_labels(rows: list[Spec]) -> list[Spec]:
 def _panel(section: Section, title: str, rows: list[Spec], baseline: Sample) -> ChartPanel:
     color = base.by_variant(section, "color")
     x = base.number_axis("percent", "parameters, % of the trained model", zero=False, padding=30)
-    y = base.number_axis("loss", "validation loss, nats per token", zero=False)
+    y = base.number_axis("loss", f"validation loss, {section.study.loss_unit}", zero=False)
     encoding = {"x": x, "y": y} | color
     tooltip = base.make_tooltip(
         arm="", percent="parameters, %", loss="", estimate="gap, 95 % interval", n=""

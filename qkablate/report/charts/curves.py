@@ -46,7 +46,7 @@ def loss_chart(section: Section) -> Chart:
             logarithmic = lowest > 1e-3 * max(row["loss"] for row in rows)
             scale = {"type": "log", "nice": False} if logarithmic else {"zero": False}
             mark = base.LOG_MARK if logarithmic else ""
-            y = base.number_axis("loss", f"loss, nats per token{mark}", **scale)
+            y = base.number_axis("loss", f"loss, {section.study.loss_unit}{mark}", **scale)
             layers = _chance_layers(entries, y)
             has_chance = has_chance or bool(layers)
             if (start := _find_start(section, entries)) is not None:
@@ -74,7 +74,7 @@ def loss_chart(section: Section) -> Chart:
 def gap_curve_chart(section: Section) -> Chart:
     """Chart the gap by tokens, with a simultaneous confidence band."""
     most = points_per_curve(sum(len(family.gaps) for family in section.families))
-    y = base.number_axis("loss", "gap, nats per token", zero=True)
+    y = base.number_axis("loss", f"gap, {section.study.loss_unit}", zero=True)
     panels, counts = [], []
     titles = _title_panels({family.baseline.name: family.baseline for family in section.families})
     for family in section.families:

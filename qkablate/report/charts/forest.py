@@ -11,8 +11,7 @@ from qkablate.report.text.numbers import format_gap, format_gap_summary
 from qkablate.table import format_count
 
 _MAX_FLOOR = 4  # times the largest gap: a floor beyond it is written at the edge, not drawn
-_AXES = {
-    Unit.NATS: "gap, nats per token",
+_OTHER_AXES = {
     Unit.SHARE: "difference, as a share of the answers",
     Unit.RATIO: "difference, in percent of the baseline",
 }
@@ -23,7 +22,8 @@ def claim_chart(section: Section) -> Chart | None:
     judgement = section.judgement
     if judgement is None or not judgement.has_ended:
         return None
-    drawn = [(*_part_rows(judgement, unit), title) for unit, title in _AXES.items()]
+    axes = {Unit.NATS: f"gap, {section.study.loss_unit}", **_OTHER_AXES}
+    drawn = [(*_part_rows(judgement, unit), title) for unit, title in axes.items()]
     panels = [_part_panel(rows, margins, title) for rows, margins, title in drawn if rows]
     caption = (
         f"Estimate and {100 * (1 - 2 * judgement.alpha):.3g} % interval of each part of the claim;"
@@ -115,7 +115,7 @@ def gap_chart(section: Section) -> Chart:
     names = _space_groups([*groups.values()])
     near, far = _split_floors(floors, rows)
     color, y = base.by_variant(section, "color"), base.arm_axis(names)
-    x = base.number_axis("gap", "gap, nats per token", zero=True, nice=True)
+    x = base.number_axis("gap", f"gap, {section.study.loss_unit}", zero=True, nice=True)
     x |= {"axis": {"tickCount": 6, "labelOverlap": True}}
     encoding = {"x": x, "y": y} | color
     tooltip = base.make_tooltip(arm="", estimate="gap, 95 % interval", baseline="against")

@@ -49,7 +49,7 @@ def _frontier_panel(section: Section, fit: GridFit) -> ChartPanel:
             if (loss := law.lowest_loss(float(flops))) is not None:
                 lines.append(_point(variant, flops=flops, loss=loss))
     x = base.log_axis("flops", "training FLOPs")
-    y = base.number_axis("loss", "test loss, nats per token", zero=False)
+    y = base.number_axis("loss", f"test loss, {section.study.loss_unit}", zero=False)
     encoding = {"x": x, "y": y} | base.by_variant(section, "color")
     tooltip = base.make_tooltip(variant="", params="parameters", loss="test loss")
     layers = [
@@ -105,7 +105,8 @@ def _horizon_panel(section: Section, fit: GridFit) -> ChartPanel:
         tokens = np.geomspace(rows[0]["tokens"], REACH * rows[-1]["tokens"], _POINTS)
         curve = fit.asymptote.gap(tokens)
         lines = [_point(variant, tokens=t, gap=g) for t, g in zip(tokens, curve, strict=True)]
-    x, y = base.log_axis("tokens", "tokens"), base.number_axis("gap", "gap, nats per token")
+    x = base.log_axis("tokens", "tokens")
+    y = base.number_axis("gap", f"gap, {section.study.loss_unit}")
     encoding = {"x": x, "y": y} | base.by_variant(section, "color")
     tooltip = base.make_tooltip(estimate="gap, 95 % interval")
     layers = [

@@ -45,7 +45,7 @@ def heat_map_chart(section: Section) -> Chart:
         for number, (rest, rows) in enumerate(shown.items())
     ]
     caption = (
-        "Gap in test loss, nats per token, ± half of its 95 % interval"
+        f"Gap in test loss, {section.study.loss_unit}, ± half of its 95 % interval"
         f" ({format_n([row['n'] for row in all_rows if row['n']])}). Blue is better, on"
         " one scale for all panels. In parentheses and gray: neither better nor worse (Holm over"
         " all gaps), or rates not tuned."
@@ -166,7 +166,7 @@ def _loss_cells(sample: Sample) -> Spec:
 
 def _cost_panel(section: Section, title: str, rows: list[Spec], unit: str) -> ChartPanel:
     color = base.by_variant(section, "color")
-    y = base.number_axis("loss", "test loss, nats per token", zero=False)
+    y = base.number_axis("loss", f"test loss, {section.study.loss_unit}", zero=False)
     tooltip = base.make_tooltip(arm="", estimate="test loss, 95 % interval", n="")
     tooltip.append({"field": "cost", "type": "quantitative", "title": unit, "format": ".3s"})
     rows = _dodge(rows)

@@ -188,7 +188,7 @@ def costs_chart(claims: list[StudiedClaim]) -> tuple[Chart, str] | None:
     limit = max(1.5 * margins[-1], 1.05 * max(ends[row["arm"]] for row in near))
     y = base.arm_axis([row["arm"] for row in rows])
     y["axis"] |= {"labelLimit": 460, "labelFontSize": 10}
-    title = "test loss minus that of standard, nats per token (right: worse)"
+    title = "test loss minus that of standard, in nats (right: worse)"
     x = base.number_axis("gap", title, domain=[-limit, limit], nice=False)
     x |= {"axis": {"tickCount": 6}}
     encoding = {"x": x, "y": y, "color": {"value": "var(--ink)"}}

@@ -254,8 +254,9 @@ def _summarize_runs(section: Section) -> list[str]:
             losses.append(f"{arm.arm} reached {format_loss(entry.sample)} ({format_n([arm.n])})")
     if not losses:
         return [f"{_format_progress(section)}No run is done yet."]
+    measured = f"Test loss in {section.study.loss_unit}: {format_list(losses)}."
     return [
-        f"{_format_progress(section)}Test loss in nats per token: {format_list(losses)}.",
+        f"{_format_progress(section)}{measured}",
         "There is no baseline to compare with: train the same seeds with "
         f"{'another variant' if 'standard' in section.styles else 'variant=standard'}.",
     ]
@@ -281,7 +282,7 @@ def _summarize_claim(section: Section) -> list[str]:
         if judged.part.sample.n
     ]
     are_nats = all(judged.unit is Unit.NATS for judged in judgement.parts)
-    unit = "in nats per token " if are_nats else ""
+    unit = f"in {section.study.loss_unit} " if are_nats else ""
     return [
         f"{verdict}{warnings}.",
         f"Measured, {unit}with {100 * level:.3g} % interval: {format_list(measured)}."

@@ -64,7 +64,7 @@ def _arm_table(summary: StudySummary) -> Table:
         if failed := [run.outlier for run in arm.runs if run.outlier is not None]:
             by = ", ".join(f"{excess:.2g}" for excess in sorted(failed, reverse=True))
             notes.append(f"outliers: {arm.arm}, {len(failed)} of {arm.n} runs (by {by} nats)")
-    return Table("test loss, nats per token", [*head, "every run"], rows, notes)
+    return Table(f"test loss, {summary.loss_unit}", [*head, "every run"], rows, notes)
 
 
 def _gap_table(gaps: list[GapSummary], floor: NoiseFloor, summary: StudySummary) -> Table:

@@ -49,7 +49,7 @@ def _make_table(summary: StudySummary, baseline: str | None, alone: Sequence[str
     title = "test loss of arms that are compared with none" if summary.noise_floor else "test loss"
     title = f"gaps to {baseline}, paired by seed" if baseline else title
     notes = [*describe_verdicts([*gaps.values()]), *_warnings([*gaps.values()])]
-    return Table(f"{title}; nats per token", head, rows, notes)
+    return Table(f"{title}; {summary.loss_unit}", head, rows, notes)
 
 
 def _gap_cells(gap: GapSummary | None) -> list[str]:

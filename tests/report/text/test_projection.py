@@ -30,7 +30,7 @@ def study(monkeypatch):
         found = Conversions(baseline, LOSSES, LOSSES, [own])
         for module in ("text.projection", "charts.conversions"):
             monkeypatch.setattr(f"qkablate.report.{module}.find_conversions", lambda _: [found])
-        return SimpleNamespace(name="x", left_out=[])
+        return SimpleNamespace(name="x", left_out=[], loss_unit="nats per token")
 
     return make
 

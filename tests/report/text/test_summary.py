@@ -245,6 +245,20 @@ def test_runs_without_baseline_are_reported_without_comparison(summary_lines):
     assert "variant=standard" in second
 
 
+@pytest.mark.parametrize(
+    ("data", "unit"),
+    [
+        (["data=copy"], "nats per answer"),
+        (["data.objective=mlm", "model.form=encoder"], "nats per masked token"),
+        (["data=copy,reverse"], "nats per answer"),
+        (["data=copy,stdlib"], "nats"),
+    ],
+)
+def test_losses_are_given_in_the_unit_of_their_data(summary_lines, data, unit):
+    first, _ = summary_lines(("variant=no_q", "seed=0", "sweep.baseline=null", *data))
+    assert first.startswith(f"Test loss in {unit}: ")
+
+
 def test_single_run_is_reported_with_its_tokens(summary_lines):
     first, _ = summary_lines(("variant=no_q", "seed=0", "sweep.baseline=null"), end=lambda run: 2.5)
     assert first == "Test loss in nats per token: no_q-d16-h2 reached 2.5000 after 384 tokens."
