@@ -19,6 +19,7 @@ from pathlib import Path
 
 from qkablate.compose.configs import make_config, open_hydra
 from qkablate.compose.grid import read_request
+from qkablate.errors import UserError
 from qkablate.sweeps.planning.expand import Grid, expand_grid
 from qkablate.sweeps.planning.manifest import Manifest, SweepRun, freeze
 
@@ -92,4 +93,8 @@ def write_run(manifest: Manifest, run: SweepRun, points: int, generator: random.
 
 
 if __name__ == "__main__":
-    main()
+    try:
+        main()
+    except UserError as error:
+        print(f"time_report: {error}", file=sys.stderr)
+        sys.exit(2)

@@ -10,6 +10,7 @@ in the time in which the runs, one after the other, take one each.
 import argparse
 import itertools
 import statistics
+import sys
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
@@ -18,6 +19,7 @@ import torch
 
 from qkablate import __version__
 from qkablate.compose.configs import make_config, open_hydra
+from qkablate.errors import UserError
 from qkablate.runs.run import read_cpu_name
 from qkablate.training import hardware
 from qkablate.training.distributed.ranks import SINGLE_PROCESS
@@ -42,6 +44,11 @@ def main() -> None:
         text.write_bytes(np.random.default_rng(0).integers(97, 123, 2**16).astype("u1").tobytes())
         cells = (args.precisions.split(","), args.shapes.split(","), args.counts.split(","))
         for precision, shape, count in itertools.product(*cells):
+            if shape.count(":") != 2 or not count.isdecimal() or int(count) < 2:
+                raise UserError(
+                    f"shape '{shape}', count '{count}': allowed is d_model:batch:context, as"
+                    " 32:16:64, and 2 runs or more"
+                )
             d_model, batch, context = shape.split(":")
             words = {
                 **{"variant": args.variant, "data": "text", "data.path": str(text)},
@@ -81,4 +88,8 @@ def _make_step(plan: RunPlan, kind: StepFactory):  # type: ignore[no-untyped-def
 
 
 if __name__ == "__main__":
-    main()
+    try:
+        main()
+    except UserError as error:
+        print(f"time_vmap: {error}", file=sys.stderr)
+        sys.exit(2)
