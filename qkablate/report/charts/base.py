@@ -93,15 +93,15 @@ def interval_layer(
     return [layer | {"transform": [{"filter": {"field": "low", "valid": True}}]}]
 
 
-def format_open_note(rows: list[Spec]) -> str:
+def format_open_note(rows: list[Spec], cause: str = "runs diverged, so ") -> str:
     """Return the note of a caption about intervals that are unbounded, if any is."""
     if not any(row["open_below"] or row["open_above"] for row in rows):
         return ""
-    return " A pale bar to the edge: runs diverged, so the interval is unbounded on that side."
+    return f" A pale bar to the edge: {cause}the interval is unbounded on that side."
 
 
 def open_intervals(rows: list[Spec], y: Spec, color: Spec) -> list[Spec]:
-    """Return pale bars from the mean to the edge where runs diverged."""
+    """Return pale bars from the mean to the edge where the interval is unbounded."""
     layers = []
     for key, edge in (("open_below", 0), ("open_above", "width")):
         if any(row[key] for row in rows):

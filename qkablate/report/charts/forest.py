@@ -30,7 +30,8 @@ def claim_chart(section: Section) -> Chart | None:
         " thick mark: the claimed margin"
         f" ({format_n([judged.part.sample.n for judged in judgement.parts])})."
     )
-    caption += base.format_open_note([row for rows, *_ in drawn for row in rows])
+    # It may have diverged, never reached the loss, or too few runs: the table says which.
+    caption += base.format_open_note([row for rows, *_ in drawn for row in rows], cause="")
     return Chart("parts", "Claimed and measured", caption, panels, columns=1)  # long labels
 
 
@@ -109,7 +110,7 @@ def gap_chart(section: Section) -> Chart:
             | {"open_above": gap.arm_diverged > 0, "open_below": gap.baseline_diverged > 0}
         )
         pairs += [arm | {"gap": pair.gap} for pair in gap.pairs]
-    floors = _floor_rows(section) if rows else []
+    floors = [floor for floor in _floor_rows(section) if floor["baseline"] in groups]
     for floor in floors:
         groups[floor["baseline"]].append(floor["arm"])
     names = _space_groups([*groups.values()])
@@ -134,6 +135,7 @@ def gap_chart(section: Section) -> Chart:
     points = encoding | {"tooltip": tooltip} | base.by_variant(section, "shape")
     if near:
         layers += [
+            *base.open_intervals(near, y, color),
             base.make_layer(
                 "rule",
                 encoding | {"x": x | {"field": "low"}, "x2": {"field": "high"}},
@@ -160,7 +162,7 @@ def gap_chart(section: Section) -> Chart:
     if margins:
         caption += f" Shaded: the margin, ± {' or '.join(f'{nats:g}' for nats in margins)} nats."
     caption += " Floor: attention that averages all tokens." if floors else ""
-    caption += base.format_open_note(rows)
+    caption += base.format_open_note([*rows, *floors])
     return Chart("gaps", "Gaps", caption, [panel] if rows else [])
 
 
@@ -175,10 +177,12 @@ def _floor_rows(section: Section) -> list[Spec]:
             continue
         sample, interval = floor.sample, floor.sample.interval()
         low, high = interval or (sample.mean, sample.mean)
-        estimate = format_gap(sample.mean, interval)
+        above, below = floor.arm_diverged > 0, floor.baseline_diverged > 0
+        estimate = format_gap(sample.mean, interval, below=below, above=above)
         row: Spec = {"arm": f"{section.labels[floor.arm.name]}, floor  (n = {sample.n})"}
         row |= {"variant": section.style_names[floor.arm.name], "baseline": floor.baseline.name}
         row |= {"gap": sample.mean, "low": low, "high": high, "estimate": estimate}
+        row |= {"open_below": below, "open_above": above}
         rows.append(row | {"beyond": f"{estimate} →"})
     return rows
 

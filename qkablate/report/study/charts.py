@@ -160,8 +160,10 @@ class _Cost(NamedTuple):
             name += f", {variant.arm.params / self.standard.arm.params - 1:+.0%} parameters"
         name += f" ({self.studied.claim.name})"
         ends = (sample.mean, *(sample.interval(LEVEL) or (math.nan, math.nan)))
-        mean, low, high = [-end for end in ends] if is_about_standard(spec) else ends
-        return _make_cost_row(name, mean, *sorted((low, high)))
+        is_open = (self.judged.part.open_below, self.judged.part.open_above)
+        if is_about_standard(spec):
+            ends, is_open = (-ends[0], -ends[2], -ends[1]), is_open[::-1]
+        return _make_cost_row(name, *ends, *is_open)
 
 
 def costs_chart(claims: list[StudiedClaim]) -> tuple[Chart, str] | None:
@@ -197,6 +199,7 @@ def costs_chart(claims: list[StudiedClaim]) -> tuple[Chart, str] | None:
     layers = [
         *margin_band(margins),
         base.zero_line("x"),
+        *base.open_intervals(near, y, {"color": encoding["color"]}),
         *base.interval_layer("rule", "x", near, encoding, strokeWidth=3),
         base.make_layer("point", encoding, filled=True, size=70),
         base.make_layer("text", text, rows, align="left", dx=8, **font),
@@ -214,6 +217,7 @@ def costs_chart(claims: list[StudiedClaim]) -> tuple[Chart, str] | None:
         " tuning. Shaded: the margin. Parameters without embeddings."
         " The floor weights all visible tokens equally."
         + (f" This holds {format_list(scope)}." if scope else "")
+        + base.format_open_note(near)
     )
     panels = [ChartPanel("", {"width": 360} | panel.spec)]
     return Chart("costs", "What variants cost on text", caption, panels), " · ".join(setting)
@@ -239,10 +243,14 @@ def _floor_rows(costs: list[_Cost]) -> list[Spec]:
             sample = Sample(tuple(cost.judged.comparison.spec.measure.costs(floor).values()))
             low, high = sample.interval(LEVEL) or (sample.mean, sample.mean)
             name = f"uniform, the floor ({cost.studied.claim.name})"
-            return [_make_cost_row(name, sample.mean, low, high)]
+            is_open = (floor.baseline_diverged > 0, floor.arm_diverged > 0)
+            return [_make_cost_row(name, sample.mean, low, high, *is_open)]
     return []
 
 
-def _make_cost_row(name: str, mean: float, low: float, high: float) -> Spec:
+def _make_cost_row(
+    name: str, mean: float, low: float, high: float, open_below: bool, open_above: bool
+) -> Spec:
     row: Spec = {"arm": name, "gap": mean, "low": low, "high": high}
-    return row | {"estimate": format_gap(mean, (low, high))}
+    row |= {"open_below": open_below, "open_above": open_above}
+    return row | {"estimate": format_gap(mean, (low, high), below=open_below, above=open_above)}

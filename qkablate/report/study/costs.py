@@ -62,7 +62,7 @@ def _format_cost(judged: PartJudgement, text: str) -> str:
     mean = judged.unit.natural(part.sample.mean)
     if judged.unit is Unit.RATIO:
         if has_other_sign(judged):
-            mean, low, high = 1 / mean, 1 / high, 1 / low
+            mean, low, high = (1 / end if end else math.inf for end in (mean, high, low))
         value = f"{spec.measure.noun} × {mean:.3g} [{low:.3g}, {high:.3g}]"
     else:
         if has_other_sign(judged):

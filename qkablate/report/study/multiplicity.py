@@ -1,6 +1,7 @@
 """Adjust the verdicts of a study for all parts of all its claims."""
 
 from qkablate.analysis.claims.judgement import PartJudgement
+from qkablate.analysis.claims.samples import Exact
 from qkablate.analysis.comparison.decision import Verdict
 from qkablate.analysis.stats import ALPHA, holm
 from qkablate.report.study.claims import StudiedClaim
@@ -34,7 +35,8 @@ def format_multiplicity(claims: list[StudiedClaim]) -> str:
     if not decided:
         return ""
     fragile = find_fragile(parts)
-    same = sum(not part.part.sample.sd for part in decided)
+    samples = [part.part.sample for part in decided]
+    same = sum(isinstance(sample, Exact) or sample.sd == 0 for sample in samples)
     text = (
         f"Of {len(decided)} decided parts, {same} have no variance: counts of parameters, or"
         f" accuracies of exactly 100 % in every run. Adjusted for all {len(parts)} parts of these"

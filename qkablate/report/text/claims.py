@@ -192,7 +192,13 @@ def _format_details(judged: PartJudgement, alpha: float) -> str:
             ends = format_interval(gap.bounds(1 - 2 * alpha))
             text.append(f"gap of {gap.arm.name} {format_nats(gap.sample.mean)} {ends}")
     if spec.horizon == "asymptote":
-        levels = "an extrapolation" if sample.n else "the losses do not level off as a power of D"
+        levels = "an extrapolation"
+        if judged.part.open_below or judged.part.open_above:
+            levels = "not extrapolated, since runs diverged"
+        elif not sample.n:
+            levels = (
+                "the losses do not level off as a power of D, or too few seeds have all lengths"
+            )
         text.append(f"{levels}, from {len(judged.gaps)} lengths of training")
     for gap in [gap for gap in judged.gaps if gap.arm.chance is not None]:  # on tasks
         answers = [e.exact if spec.of == "exact" else e.accuracy for e in gap.sides]

@@ -299,7 +299,7 @@ def _format_part(judged: PartJudgement, level: float) -> str:
         mean, low_text, high_text = (format_value(judged.unit, value) for value in values)
         text = f"{mean} [{low_text}, {high_text}]"
     elif not sample.is_signed:
-        text = format_loss(sample, level)
+        text = format_gap(sample.mean, sample.interval(level), above=part.open_above, signed=False)
     else:
         sides = {"below": part.open_below, "above": part.open_above}
         text = format_gap(sample.mean, sample.interval(level), **sides)

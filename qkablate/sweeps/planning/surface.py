@@ -24,6 +24,7 @@ from qkablate.sweeps.planning.tuning_losses import (
 # losses have less weight, and beyond none.
 _NEAR, _FAR = math.log(2) * 1.01, math.log(4) * 1.01
 _FAR_WEIGHT = 0.1
+_FARTHEST = 100.0  # distance of the minimum in ln lr: far beyond what is believed
 _HIGH = 0.25  # nats above the best: no quadratic surface reaches so far
 _CERTAIN = 0.95  # of a positive curvature, and of the bound of the excess
 _DRAWS, _NODES = 1_000, 21  # of the bootstrap: surfaces, and places along each dimension
@@ -85,7 +86,9 @@ class Surface:
     @cached_property
     def optimum(self) -> Rates:
         """The rates at the minimum."""
-        lr, circuit = [*map(math.exp, self.offset), 1.0][:2]
+        # The minimum of a surface that hardly bends may lie beyond all numbers.
+        offsets = [max(-_FARTHEST, min(_FARTHEST, offset)) for offset in self.offset]
+        lr, circuit = [*map(math.exp, offsets), 1.0][:2]
         return Rates(self.center.lr * lr, self.center.circuit * circuit)
 
     def excess_loss(self, rates: Rates) -> float:

@@ -463,6 +463,10 @@ def test_losses_that_do_not_level_off_decide_nothing(world):
     found = judged(made.finish(loss), own)
     assert found.word == "UNDERPOWERED"
     assert "the losses do not level off as a power of D" in "\n".join(format_judgement(found))
+    made.write(next(run for run in made.runs() if run.arm.startswith("no_q")), "diverged")
+    text = "\n".join(format_judgement(judged(made, own)))
+    assert "not extrapolated, since runs diverged" in text
+    assert "level off" not in text
 
 
 @pytest.mark.slow

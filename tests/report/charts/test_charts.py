@@ -315,6 +315,35 @@ def test_floor_is_drawn_or_written_at_the_edge(make_world, loss_of, section_of, 
     assert "Floor: attention that averages all tokens." in charts_by_name(section)["gaps"].caption
 
 
+def test_baseline_without_pairs_has_no_floor(make_world, loss_of, section_of):
+    """A sweep may be reported while the runs of one size have not begun."""
+    words = ("variant=standard,no_q", "model.d_model=16,32", "seed=range(3)", "sweep.floor=true")
+    world = make_world(*words).finish(
+        lambda run: None if run.arm.startswith("no_q-d32") else loss_of(run)
+    )
+    names = layers_of(section_of(world), "point")[-1]["encoding"]["y"]["scale"]["domain"]
+    assert [name.partition("  ")[0] for name in names] == ["no_q-d16", "uniform-d16, floor"]
+
+
+def test_interval_of_a_floor_is_unbounded_where_its_baseline_diverged(
+    make_world, loss_of, section_of
+):
+    world = make_world("variant=standard,no_q", "seed=range(4)", "sweep.floor=true")
+
+    def end(run):
+        if run.arm.startswith("standard") and run.changes["seed"] == 0:
+            return "diverged"
+        return loss_of(run) - 9.9 * run.arm.startswith("uniform")
+
+    rows = {
+        row["arm"]: (row["open_below"], row["open_above"])
+        for layer in layers_of(section_of(world.finish(end)), "rule")
+        for row in layer.get("data", {"values": []})["values"]
+        if "open_below" in row
+    }
+    assert rows["uniform, floor  (n = 3)"] == (True, False)
+
+
 # The heat
 
 

@@ -120,6 +120,26 @@ def test_costs_on_text_are_those_of_the_claims(studied):
     assert x["scale"]["domain"][1] >= 0.03  # there is something beside the margin
 
 
+@pytest.mark.parametrize(
+    ("name", "arm", "estimate"),
+    [
+        ("w_q_necessary", "no_q, 4 heads, -8% parameters (w_q_necessary)", "-0.0108 [-0.0175, ∞)"),
+        ("break_even", "no_o at equal params, 4 heads (break_even)", "-0.0184 (−∞, -0.0091]"),
+    ],
+)
+def test_cost_is_unbounded_where_runs_diverged(studied, name, arm, estimate):
+    """The second claim is about standard: what is above is below in the cost."""
+    (claim,) = (s for s in studied if s.claim.name == name)
+    parts = [
+        replace(judged, part=replace(judged.part, open_above=True))
+        for judged in claim.judgement.parts
+    ]
+    chart, _ = costs_chart([replace(claim, judgement=replace(claim.judgement, parts=parts))])
+    rows = {row["arm"]: row for row in chart.panels[0].spec["data"]["values"]}
+    assert rows[arm]["estimate"] == estimate
+    assert "runs diverged, so the interval is unbounded" in chart.caption
+
+
 def test_two_claims_with_one_arm_have_two_costs(studied):
     (claim,) = (s for s in studied if s.claim.name == "w_q_necessary")
     once, twice = costs_chart([claim]), costs_chart([claim, claim])

@@ -1,9 +1,11 @@
 """Verdicts adjusted for all parts of the study."""
 
+import math
 from types import SimpleNamespace
 
 import pytest
 
+from qkablate.analysis.claims.samples import Median
 from qkablate.analysis.claims.verdict import Part
 from qkablate.analysis.comparison.decision import Verdict
 from qkablate.analysis.stats import ALPHA, Sample
@@ -62,6 +64,15 @@ def test_text_counts_the_parts(near):
     assert "Adjusted for all 4 parts" in text
     assert text.endswith(" 1 of the 2 remain decided. The others: first (near).")
     assert format_multiplicity(claims[1:]) == ""
+
+
+def test_only_equal_numbers_have_no_variance():
+    """Of a run that does not reach the loss, only a bound of its time is known."""
+    part = Part("time", "noninferior", 0.02, Median((0.5, 0.3, 0.4, 0.6, 0.7, math.inf)))
+    decided = SimpleNamespace(part=part, word=Verdict.REFUTED)
+    equal = judge("equal", (0.0, 0.0, 0.0))
+    claim = SimpleNamespace(claim=SimpleNamespace(name="one"), deciding=[decided, equal])
+    assert format_multiplicity([claim]).startswith("Of 2 decided parts, 1 have no variance")
 
 
 def test_figures_of_the_study(studied):

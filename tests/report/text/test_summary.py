@@ -331,6 +331,12 @@ def test_spread_has_no_sign(claimed):
     assert re.search(r"within: spread 0\.\d+ \[0\.\d+, 0\.\d+\]", second)
 
 
+def test_spread_is_unbounded_above_where_runs_diverged(claimed):
+    end = {"end": lambda number: "diverged" if number == 1 else None}
+    _, second = summarize(claimed(0.0, of="spread", margin=0.05, **end))
+    assert re.search(r"within: spread 0\.\d+ \[0\.\d+, ∞\) \(n = 3\)", second)
+
+
 def test_nothing_is_measured_if_all_runs_diverged(claimed):
     sentences = summarize(claimed(0.0, end=lambda number: "diverged"))
     assert sentences[0].startswith("The runs are inconclusive")

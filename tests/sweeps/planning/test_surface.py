@@ -61,6 +61,19 @@ def test_expected_cost_of_the_choice_is_that_of_repeated_choices():
     assert 0.5 < np.mean(claimed) / np.mean(costs) < 5
 
 
+def test_minimum_of_a_surface_that_hardly_bends_is_finite():
+    falls = {
+        1e-3: (3.0047, 2.9987, 3.0008),
+        2e-3: (2.9503, 2.9517, 2.9472),
+        4e-3: (2.8992, 2.8985, 2.8979),
+        8e-3: (2.8483, 2.849, 2.8494),
+        16e-3: (2.7982, 2.8008, 2.7989),
+    }
+    surface = fit_surface({Rates(lr, 1.0): dict(enumerate(x)) for lr, x in falls.items()})
+    assert surface.offset[0] > 1000  # e^1000 is no number
+    assert 1e30 < surface.optimum.lr < math.inf
+
+
 def test_only_convex_surfaces_tell_what_the_choice_costs():
     """Noise makes saddles of flat surfaces; these would put the minimum in a corner."""
     rng = np.random.default_rng(4)
