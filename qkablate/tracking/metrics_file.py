@@ -19,6 +19,7 @@ class MetricsFile:
         if self._file.tell() < end:
             raise ValueError(f"{path} is shorter than its checkpoint says")
         self._file.truncate(end)
+        self._file.seek(0, os.SEEK_END)  # `sync` returns the position, also before the first row
 
     def log(self, row: dict[str, Any]) -> None:
         finite = {  # JSON has no NaN and no infinities: they become strings

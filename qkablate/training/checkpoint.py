@@ -7,6 +7,7 @@ checkpoints/step-00000250/
     SHA256SUMS            of the three, in the format of `sha256sum -c`
 """
 
+import errno
 import json
 import shutil
 import zipfile
@@ -26,6 +27,8 @@ from qkablate.training.hardware import is_out_of_memory
 
 KEEP = 2  # the newest, and the one before it in case the newest is damaged
 _FILES = ("weights.safetensors", "state.pt", "progress.json")
+# Errors of a disk, most often a network's, that say nothing of the file.
+_UNREADABLE = (errno.EACCES, errno.EIO, errno.ESTALE, errno.ETIMEDOUT)
 
 
 @dataclass
@@ -82,18 +85,11 @@ def save(
     temporary = folder / f".{final.name}.tmp"
     for unfinished in folder.glob(".step-*.tmp"):
         shutil.rmtree(unfinished, ignore_errors=True)  # a launcher may be removing it, too
-    temporary.mkdir()
-    weights = {name: tensor.contiguous() for name, tensor in checkpoint.weights.items()}
-    safetensors.torch.save_file(weights, temporary / _FILES[0])
-    torch.save(checkpoint.state, temporary / _FILES[1])
-    (temporary / _FILES[2]).write_text(json.dumps(asdict(checkpoint.progress)), encoding="utf-8")
-    for name, content in others.items():
-        (temporary / name).write_bytes(content)
-    sums = "".join(f"{hash_file(temporary / name)}  {name}\n" for name in (*_FILES, *others))
-    (temporary / "SHA256SUMS").write_text(sums, encoding="utf-8")
-    for name in (*_FILES, *others, "SHA256SUMS"):
-        sync_file(temporary / name)
-    sync_folder(temporary)
+    try:
+        _write(temporary, checkpoint, others)
+    except Exception:
+        shutil.rmtree(temporary, ignore_errors=True)  # on a full disk, what follows needs the room
+        raise
     verify()
     shutil.rmtree(final, ignore_errors=True)  # a damaged one of the same step
     temporary.rename(final)
@@ -103,26 +99,54 @@ def save(
     return final
 
 
+def _write(folder: Path, checkpoint: Checkpoint, others: Mapping[str, bytes]) -> None:
+    """Write the files of a checkpoint to disk, in a new folder."""
+    folder.mkdir()
+    weights = {name: tensor.contiguous() for name, tensor in checkpoint.weights.items()}
+    safetensors.torch.save_file(weights, folder / _FILES[0])
+    torch.save(checkpoint.state, folder / _FILES[1])
+    (folder / _FILES[2]).write_text(json.dumps(asdict(checkpoint.progress)), encoding="utf-8")
+    for name, content in others.items():
+        (folder / name).write_bytes(content)
+    sums = "".join(f"{hash_file(folder / name)}  {name}\n" for name in (*_FILES, *others))
+    (folder / "SHA256SUMS").write_text(sums, encoding="utf-8")
+    for name in (*_FILES, *others, "SHA256SUMS"):
+        sync_file(folder / name)
+    sync_folder(folder)
+
+
 def load_newest(
     folder: Path, device: str, metrics: Path, note: Callable[[str], None]
 ) -> Checkpoint | None:
-    """Load the newest intact checkpoint whose rows are in `metrics`; note and skip damaged ones."""
+    """Load the newest intact checkpoint whose rows are in `metrics`; note and skip damaged ones.
+
+    OSError if there is none but one that the disk does not return: another try may succeed.
+    """
     rows = read_file(metrics) if metrics.exists() else b""
+    damaged = list[Path]()
+    unread: OSError | None = None
+    found: Checkpoint | None = None
     for path in find_checkpoints(folder):
         try:
             checkpoint = load(path, device)
             logged = rows[: checkpoint.progress.metrics_end]
             if len(logged) < checkpoint.progress.metrics_end or logged[-1:] not in (b"", b"\n"):
                 raise ValueError(f"{metrics.name} has lost rows since")
-            if damaged := sum(map(_is_damaged, logged.splitlines())):
-                note(f"{metrics} is damaged: {damaged} of its rows will not be shown")
-            return checkpoint
+            if lost := sum(map(_is_damaged, logged.splitlines())):
+                note(f"{metrics} is damaged: {lost} of its rows will not be shown")
+            found = checkpoint
+            break
         except (OSError, ValueError, TypeError) as error:
             note(f"checkpoint {path} is damaged ({error}): not used")
-            # Renamed, so that it does not count as one of the newest.
-            shutil.rmtree(path.with_name(f"damaged-{path.name}"), ignore_errors=True)
-            path.rename(path.with_name(f"damaged-{path.name}"))
-    return None
+            damaged.append(path)
+            if isinstance(error, OSError) and error.errno in _UNREADABLE:
+                unread = error
+    if found is None and unread is not None:
+        raise unread  # before the loss of all that was trained
+    for path in damaged:  # renamed, so that it does not count as one of the newest
+        shutil.rmtree(path.with_name(f"damaged-{path.name}"), ignore_errors=True)
+        path.rename(path.with_name(f"damaged-{path.name}"))
+    return found
 
 
 def _is_damaged(line: bytes) -> bool:
