@@ -60,9 +60,15 @@ class FailureRisk:
         return self.weight * self.size * (most - self.failed / self.runs)
 
     def describe_condition(self, room: float) -> str:
-        """Return the failure that would shift a bound by `room`: one run in k."""
-        one_in = math.ceil(self.weight * self.size / room) if room > 0 else self.runs
+        """Return the failure that would shift a bound by `room`: one run in k.
+
+        Without room, as where Holm's method decides and an equal share of α does not, the rarest
+        failure would.
+        """
         size = f"{self.size:.2g} {self.unit}"
+        if room <= 0:
+            return f"a run of {self.arm}, however rarely, is an outlier by {size}"
+        one_in = math.ceil(self.weight * self.size / room)
         return f"one run in {max(2, one_in):,} of {self.arm} is an outlier by {size}"
 
 

@@ -96,6 +96,22 @@ def test_claim_refuted_by_one_part_for_certain_has_no_condition():
     assert second == ["one run in 13 of base is an outlier by 0.12 nats"]
 
 
+def test_least_certain_part_has_the_strictest_condition():
+    """By Holm's method the second part is decided at twice its share of α, which leaves no room."""
+    sure = part("better", 0.0, 100)
+    frequencies = []
+    for spread in (0.008, 0.011, 0.014):
+        near = part("better", 0.0, 6, spread=spread)
+        verdict = judge_parts([sure, near])
+        assert verdict.parts == [Verdict.EQUIVALENT] * 2
+        assert (near.p_equivalent > 0.025) == (spread > 0.012)
+        frequencies.append(verdict.conditions[1][0])
+    seldom, seldomer, never = frequencies
+    k = [int(text.removeprefix("one run in ").partition(" ")[0]) for text in (seldom, seldomer)]
+    assert k[0] < k[1]
+    assert never == "a run of arm, however rarely, is an outlier by 0.12 nats"
+
+
 def test_each_of_several_parts_is_judged_at_its_share_of_alpha():
     """Refuted alone, whatever fails; beside others its interval is wider, and failures count."""
     one = part("noninferior", 0.047, 16, spread=0.021)

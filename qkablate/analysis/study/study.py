@@ -256,6 +256,14 @@ class Study:
         return sum(record.status in ("done", "diverged") for record in self.all_records)
 
     @cached_property
+    def diverged_arms(self) -> list[str]:
+        """Names of the tuned arms of which every run diverged, so that no rate is chosen."""
+        tuned: dict[str, set[str]] = {}
+        for (arm, _), records in self.tuning.items():
+            tuned.setdefault(arm, set()).update(record.status for record in records.values())
+        return [entry.name for entry in self.entries if tuned.get(entry.name) == {"diverged"}]
+
+    @cached_property
     def loss_unit(self) -> str:
         """Return the unit of its losses: nats per token, or only nats if its arms differ."""
         data = [arm.config.data for arm in self.arms.values()]

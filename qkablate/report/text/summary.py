@@ -116,9 +116,16 @@ def _format_progress(section: Section) -> str:
     counts, study = section.counts, section.study
     bad = [f"{counts[word]} {word}" for word in ("diverged", "failed", "damaged") if counts[word]]
     if study.is_complete:
-        return f"Of {format_count(study.expected, 'run')}, {' and '.join(bad)}. " if bad else ""
+        text = f"Of {format_count(study.expected, 'run')}, {' and '.join(bad)}. " if bad else ""
+        return text + _format_diverged_arms(section)
     ended = f"{study.ended:,} of {count_with_verb(study.expected)} ended"
     return f"So far ({', '.join([ended, *bad])}): "
+
+
+def _format_diverged_arms(section: Section) -> str:
+    """Name the arms that have no pairs because they diverged at every learning rate."""
+    names = section.study.diverged_arms
+    return f"At every learning rate {format_list(names)} diverged. " if names else ""
 
 
 def _summarize_gaps(
@@ -269,6 +276,8 @@ def _summarize_claim(section: Section) -> list[str]:
         return [f"There is no verdict yet: {format_missing(judgement.study)}."]
     diverged = any(judged.part.open_below or judged.part.open_above for judged in judgement.parts)
     cause = "some runs diverged" if diverged else "their intervals hold more than one answer"
+    if names := judgement.study.diverged_arms:
+        cause = f"at every learning rate {format_list(names)} diverged"
     verdict = _VERDICTS.get(judgement.word, f"The runs are inconclusive: {cause}")
     verdict += f" {_join(judgement.scope)}" if judgement.scope else ""
     verdict += f", unless {format_conditions(judgement)}" if judgement.unless else ""

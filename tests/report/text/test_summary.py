@@ -230,6 +230,17 @@ def test_sentences_are_complete_and_numbers_keep_their_sign(summary_lines):
             assert "None" not in sentence
 
 
+def test_arm_that_diverged_at_every_rate_is_named(cached_world, section_of, loss_of):
+    """It has no pairs, and would otherwise be missing from what the runs show."""
+    world = cached_world("variant=standard,no_q,no_k", "seed=range(2)", "sweep.tune=true")
+    world.finish(lambda run: "diverged" if run.arm.startswith("no_q") else loss_of(run))
+    first, *_ = summarize(section_of(world))
+    assert " diverged. At every learning rate no_q-d16-h2 diverged. " in first
+    assert section_of(world).study.diverged_arms == ["no_q-d16-h2"]
+    trained = world.finish(loss_of)
+    assert "At every" not in summarize(section_of(trained))[0]
+
+
 # Runs beside nothing
 
 
