@@ -67,7 +67,7 @@ def test_text_counts_the_parts(near):
 
 
 def test_only_equal_numbers_have_no_variance():
-    """Of a run that does not reach the loss, only a bound of its time is known."""
+    """Only a bound of its time is known of a run that does not reach the loss."""
     part = Part("time", "noninferior", 0.02, Median((0.5, 0.3, 0.4, 0.6, 0.7, math.inf)))
     decided = SimpleNamespace(part=part, word=Verdict.REFUTED)
     equal = judge("equal", (0.0, 0.0, 0.0))
