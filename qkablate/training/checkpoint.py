@@ -137,10 +137,11 @@ def load_newest(
             found = checkpoint
             break
         except (OSError, ValueError, TypeError) as error:
-            note(f"checkpoint {path} is damaged ({error}): not used")
             damaged.append(path)
+            fault = "is damaged"
             if isinstance(error, OSError) and error.errno in _UNREADABLE:
-                unread = error
+                fault, unread = "cannot be read", error
+            note(f"checkpoint {path} {fault} ({error}): not used")
     if found is None and unread is not None:
         raise unread  # before the loss of all that was trained
     for path in damaged:  # renamed, so that it does not count as one of the newest

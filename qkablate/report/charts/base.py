@@ -100,13 +100,18 @@ def format_open_note(rows: list[Spec], cause: str = "runs diverged, so ") -> str
     return f" A pale bar to the edge: {cause}the interval is unbounded on that side."
 
 
-def open_intervals(rows: list[Spec], y: Spec, color: Spec) -> list[Spec]:
-    """Return pale bars from the mean to the edge where the interval is unbounded."""
+def open_intervals(
+    rows: list[Spec], y: Spec, color: Spec, data: list[Spec] | None = None
+) -> list[Spec]:
+    """Return pale bars from the mean to the edge where the interval is unbounded.
+
+    The layers draw the rows of their panel, or `data`.
+    """
     layers = []
     for key, edge in (("open_below", 0), ("open_above", "width")):
         if any(row[key] for row in rows):
             x = {"x": {"field": "gap", "type": "quantitative"}, "x2": {"value": edge}}
-            layer = make_layer("rule", {**x, "y": y} | color, strokeWidth=3, opacity=0.3)
+            layer = make_layer("rule", {**x, "y": y} | color, data, strokeWidth=3, opacity=0.3)
             layers.append(layer | {"transform": [{"filter": {"field": key, "equal": True}}]})
     return layers
 

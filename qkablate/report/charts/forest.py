@@ -30,7 +30,7 @@ def claim_chart(section: Section) -> Chart | None:
         " thick mark: the claimed margin"
         f" ({format_n([judged.part.sample.n for judged in judgement.parts])})."
     )
-    # It may have diverged, never reached the loss, or too few runs: the table says which.
+    # Runs diverged or never reached the loss, or they are too few: the table says which.
     caption += base.format_open_note([row for rows, *_ in drawn for row in rows], cause="")
     return Chart("parts", "Claimed and measured", caption, panels, columns=1)  # long labels
 
@@ -135,7 +135,7 @@ def gap_chart(section: Section) -> Chart:
     points = encoding | {"tooltip": tooltip} | base.by_variant(section, "shape")
     if near:
         layers += [
-            *base.open_intervals(near, y, color),
+            *base.open_intervals(near, y, color, near),
             base.make_layer(
                 "rule",
                 encoding | {"x": x | {"field": "low"}, "x2": {"field": "high"}},
@@ -162,7 +162,7 @@ def gap_chart(section: Section) -> Chart:
     if margins:
         caption += f" Shaded: the margin, ± {' or '.join(f'{nats:g}' for nats in margins)} nats."
     caption += " Floor: attention that averages all tokens." if floors else ""
-    caption += base.format_open_note([*rows, *floors])
+    caption += base.format_open_note([*rows, *near])
     return Chart("gaps", "Gaps", caption, [panel] if rows else [])
 
 

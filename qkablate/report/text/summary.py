@@ -276,7 +276,9 @@ def _summarize_claim(section: Section) -> list[str]:
         return [f"There is no verdict yet: {format_missing(judgement.study)}."]
     diverged = any(judged.part.open_below or judged.part.open_above for judged in judgement.parts)
     cause = "some runs diverged" if diverged else "their intervals hold more than one answer"
-    if names := judgement.study.diverged_arms:
+    sides = [side for judged in judgement.parts for gap in judged.gaps for side in gap.sides]
+    compared = {side.name for side in sides}
+    if names := [name for name in judgement.study.diverged_arms if name in compared]:
         cause = f"at every learning rate {format_list(names)} diverged"
     verdict = _VERDICTS.get(judgement.word, f"The runs are inconclusive: {cause}")
     verdict += f" {_join(judgement.scope)}" if judgement.scope else ""

@@ -18,12 +18,14 @@ from qkablate.analysis.claims.registry import claim_grid, register_claim
 from qkablate.analysis.claims.verdict import spend_alpha
 from qkablate.analysis.comparison.decision import Verdict
 from qkablate.errors import UserError
+from qkablate.report.section import Section
 from qkablate.report.text.claims import (
     format_claim,
     format_judgement,
     format_seeds_needed,
     judgement_to_json,
 )
+from qkablate.report.text.summary import summarize
 
 PART = {"arm": "no_q", "kind": "noninferior", "margin": 0.01}
 GRID = {"variant": "standard,no_q"}
@@ -485,6 +487,16 @@ def test_diverged_run_leaves_growth_open_both_ways(world):
             assert found.word == "UNDERPOWERED", kind
             assert found.parts[0].part.sample.n == 3
         (made.run_folder(run) / "result.json").write_text(before)
+
+
+def test_cause_of_no_verdict_is_an_arm_that_diverged_at_every_rate(world):
+    own = claim(3, tuning_seeds=1)
+    made = frozen(world, own)
+    made.finish(lambda run: "diverged" if run.arm.startswith("no_q") else 2.0)
+    found = judged(made, own)
+    assert found.word == "UNDERPOWERED"
+    section = Section("mine", "", found.study, judgement=found)
+    assert "inconclusive: at every learning rate no_q-d16-h2 diverged" in summarize(section)[0]
 
 
 # Looks, and seeds that were not declared.

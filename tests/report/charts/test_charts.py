@@ -335,13 +335,14 @@ def test_interval_of_a_floor_is_unbounded_where_its_baseline_diverged(
             return "diverged"
         return loss_of(run) - 9.9 * run.arm.startswith("uniform")
 
-    rows = {
-        row["arm"]: (row["open_below"], row["open_above"])
+    pale = {
+        (row["arm"], layer["transform"][0]["filter"]["field"])
         for layer in layers_of(section_of(world.finish(end)), "rule")
+        if layer["mark"].get("opacity") == 0.3
         for row in layer.get("data", {"values": []})["values"]
-        if "open_below" in row
+        if row[layer["transform"][0]["filter"]["field"]]
     }
-    assert rows["uniform, floor  (n = 3)"] == (True, False)
+    assert pale == {("uniform, floor  (n = 3)", "open_below")}
 
 
 # The heat
