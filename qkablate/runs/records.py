@@ -4,7 +4,7 @@ import hashlib
 import json
 import secrets
 import zlib
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any, TypeGuard
 
@@ -91,6 +91,26 @@ def read_config(folder: Path) -> dict[str, Any]:
     if not isinstance(content, dict):
         raise ValueError("it is not what a run writes: not a map")
     return content
+
+
+def list_environments(content: object) -> list[dict[str, Any]]:
+    """Return from environment.json where a run began, then where it went on, if elsewhere."""
+    if not isinstance(content, dict):
+        return []
+    resumed = content.get("resumed")
+    later = resumed if isinstance(resumed, list) else []
+    return [content, *(environment for environment in later if isinstance(environment, dict))]
+
+
+def environment_value(content: object, part: str, key: str) -> str | None:
+    """Return a value of environment.json: in turn, if the run went on with others; None if none."""
+    parts = (environment.get(part) for environment in list_environments(content))
+    return join_in_turn(part.get(key) for part in parts if isinstance(part, dict))
+
+
+def join_in_turn(values: Iterable[object]) -> str | None:
+    """Return the distinct values from the start of a run to its end; None if there are none."""
+    return ", then ".join(dict.fromkeys(str(value) for value in values if value)) or None
 
 
 def read_result(folder: Path) -> dict[str, Any] | None:

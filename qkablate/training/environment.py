@@ -1,18 +1,20 @@
-"""The environment a run began with, kept in its folder: threads, versions, the frozen config."""
+"""The environments of a run, kept in its folder: threads, versions, the frozen config."""
 
 import dataclasses
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from qkablate.config import KEYS
 from qkablate.runs.prefix import BranchOrigin
-from qkablate.runs.records import read_json, write_json
+from qkablate.runs.records import list_environments, read_json, write_json
 from qkablate.runs.run import describe_environment, package_versions
 from qkablate.training import hardware
 from qkablate.training.resolve import RunPlan
 
 # What is known of a machine that may change the last bits of what it computes.
 _COMPUTING = ("cpu", "device", "device_memory", "cpu_capability")
+_PACKAGES = ("torch", "numpy")
 _MAX_THREADS = (KEYS["threads"].bounds or (1, 1))[1]
 
 
@@ -40,33 +42,55 @@ def restore_environment(plan: RunPlan, processes: int) -> tuple[RunPlan, list[st
     return dataclasses.replace(plan, config=config), notes
 
 
-def write(plan: RunPlan, processes: int) -> None:
-    """Freeze the config, and write environment.json unless the run has one."""
+def write(plan: RunPlan, processes: int, *, resumes: bool = False) -> None:
+    """Freeze the config, and write environment.json, where a run that resumes keeps its first."""
     folder = plan.run.folder
     recorded = _read_environment(folder)
     if plan.data.tokenizer is not None:
         write_json(folder / "tokenizer.json", plan.data.tokenizer)
     plan.run.freeze(plan.config, plan.identity)
-    if recorded is None:
-        current = describe_environment(
-            plan.config, hardware.describe_device(plan.config), processes
-        )
+    current = describe_environment(plan.config, hardware.describe_device(plan.config), processes)
+    if recorded is None or not resumes:
         write_json(folder / "environment.json", current)
+        return
+    environments = list_environments(recorded)
+    if not _is_same(environments[-1], current):
+        resumed = [*environments[1:], current]
+        write_json(folder / "environment.json", {**recorded, "resumed": resumed})
 
 
 def describe_computation(folder: Path) -> dict[str, Any]:
     """Return what the last bits of a run depend on beside its config, from its environment.json."""
-    content = _read(folder) or {}
+    computed = [_describe(content) for content in list_environments(_read(folder)) or [{}]]
+    now = package_versions()
+    last = computed[-1] | {package: now.get(package) for package in _PACKAGES}
+    changed = {key for earlier in computed for key in last if earlier.get(key) != last[key]}
+    return {**last, "resumed": sorted(changed)}
+
+
+def _describe(content: Mapping[str, Any]) -> dict[str, Any]:
+    """Return what the last bits depend on in one environment."""
     machine = content.get("machine")
     machine = machine if isinstance(machine, dict) else {}
-    began, now = content.get("versions", {}), package_versions()
-    packages = ("torch", "numpy")
     return {
-        **{package: now.get(package) for package in packages},
+        **{package: _version(content, package) for package in _PACKAGES},
         **{key: machine[key] for key in _COMPUTING if key in machine},
         **{key: content.get(key, 1) for key in ("threads", "processes")},
-        "resumed": [package for package in packages if began.get(package) != now.get(package)],
     }
+
+
+def _version(content: Mapping[str, Any], package: str) -> str | None:
+    versions = content.get("versions")
+    return versions.get(package) if isinstance(versions, dict) else None
+
+
+def _is_same(before: Mapping[str, Any], now: Mapping[str, Any]) -> bool:
+    """Return whether two environments are equal in all that a result could depend on."""
+    first, second = (
+        (_describe(content), _version(content, "qkablate"), content.get("code"))
+        for content in (before, now)
+    )
+    return first == second
 
 
 def record_branch(folder: Path, origin: BranchOrigin) -> None:

@@ -149,10 +149,10 @@ def train_session(
     run = plan.run
     plan, notes = environment.restore_environment(plan, ranks.count)
     notes += plan.notes
-    # Raises UserError before anything is written.
-    start = None if checkpoint.find_checkpoints(run.checkpoints) else _load_start(plan)
+    resumes = bool(checkpoint.find_checkpoints(run.checkpoints))
+    start = None if resumes else _load_start(plan)  # raises UserError before anything is written
     lease.verify()  # this process may have been suspended, and another one train the run by now
-    environment.write(plan, ranks.count)
+    environment.write(plan, ranks.count, resumes=resumes)
     _send_job(ranks, plan)
     notes += _remove_failure(run, lease)
     content = result.make_base_result(plan, packed, ranks.count, program_runs)

@@ -84,6 +84,22 @@ def test_archives_are_read_as_the_runs_are(qkablate, published, outputs):
     assert qkablate("report", "shared").out.startswith("report.html  ")
 
 
+def test_run_that_went_on_elsewhere_is_published_with_both_machines(qkablate, outputs):
+    environment = {"versions": {"torch": "2"}, "machine": {"cpu": "a CPU"}}
+    elsewhere = environment | {"machine": {"cpu": "another CPU"}}
+    for folder in outputs.glob("runs/*"):
+        resumed = [elsewhere] if folder.name.startswith("no_q") else []
+        (folder / "environment.json").write_text(json.dumps({**environment, "resumed": resumed}))
+    assert qkablate("publish", "mine", "-o", "shared").code == 0
+    found = []
+    for out in ([], ["out=shared"]):
+        shown = json.loads(qkablate("results", "claim-mine", "--json", *out).out)
+        found.append([check for gap in shown["gaps"] for check in gap["audit"]])
+    assert found[0] == found[1]
+    warned = [check["message"] for check in found[0] if check["name"] == "machine"]
+    assert any("a CPU, then another CPU)" in message for message in warned), warned
+
+
 def test_publishing_again_changes_no_byte(qkablate, published):
     before = {path.name: path.read_bytes() for path in published.iterdir()}
     done = qkablate("publish", "claims/mine.yaml", "-o", "shared")

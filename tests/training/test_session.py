@@ -11,8 +11,10 @@ import pytest
 import safetensors.torch
 import torch
 
+from qkablate.analysis.study.study import read_facts
 from qkablate.data import sources
 from qkablate.tracking import WandbRun
+from qkablate.training.environment import describe_computation
 from tests.training.helpers import (
     assert_identical,
     count_rows,
@@ -565,3 +567,26 @@ def test_invalid_environment_is_written_again(qkablate, tiny, tmp_path, monkeypa
     assert done.code == 0
     assert "environment.json is damaged: it is written again" in done.err
     assert json.loads(record.read_text())["threads"] == 1
+
+
+@pytest.mark.parametrize("begins_anew", [False, True])
+def test_run_that_goes_on_on_another_machine_names_both(
+    qkablate, tiny, tmp_path, monkeypatch, begins_anew
+):
+    def train_on(cpu, steps):
+        with monkeypatch.context() as patch:
+            patch.setattr("qkablate.runs.run.read_cpu_name", lambda: cpu)
+            if steps is not None:
+                interrupt_after(patch, steps)
+            return qkablate("train", *tiny, "train.checkpoint_every=2").code
+
+    assert train_on("first CPU", 4) == 143
+    assert train_on("second CPU", 2) == 143
+    folder = run_folder(tmp_path)
+    if begins_anew:  # nothing of the first two sessions is left
+        shutil.rmtree(folder / "checkpoints")
+    assert train_on("second CPU", 2) == 143
+    assert train_on("third CPU", None) == 0
+    cpus = ["first CPU", "second CPU", "third CPU"][begins_anew:]
+    assert read_facts(folder, {})["cpu"] == ", then ".join(cpus)
+    assert describe_computation(folder)["resumed"] == ["cpu"]

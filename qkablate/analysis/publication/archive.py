@@ -242,7 +242,9 @@ def _check_fields(archive: Archive) -> None:
     if not archive.looks or not all(n.isdecimal() for n in archive.looks):
         raise ValueError("it has no sweep, or one without a number of seeds")
     for environment in archive.environments.values():
-        if not all(isinstance(part, dict) for part in environment.values()):
+        later = environment.get("resumed", [])
+        parts = [part for each in (environment, *later) for part in each.items()]
+        if not all(isinstance(value, dict) for key, value in parts if key != "resumed"):
             raise ValueError("an environment is malformed")
     for run in archive.runs.values():
         archive.environments.get(run["environment"] or "")

@@ -15,7 +15,7 @@ from qkablate.analysis.study.study import Record, as_dict, make_record
 from qkablate.config import Config, flatten
 from qkablate.disk import hold_lock, make_folder, read_file
 from qkablate.errors import UserError
-from qkablate.runs.records import read_json, sha256
+from qkablate.runs.records import list_environments, read_json, sha256
 from qkablate.strict_json import hash_json, parse_json
 from qkablate.sweeps.planning.manifest import MANIFEST_FILE, SweepRun, read_manifest
 from qkablate.sweeps.running.solo_results import FILE as SOLO
@@ -142,14 +142,22 @@ def _pack_run(archive: Archive, record: Record) -> Fields:
 
 def _add_environment(archive: Archive, folder: Path) -> str | None:
     """Add versions, machine and commit of a run, without the name of its host; return their key."""
-    environment = read_json(folder / "environment.json")
-    if not isinstance(environment, dict):
+    environments = list_environments(read_json(folder / "environment.json"))
+    if not environments:
         return None
+    kept, *resumed = map(_pack_environment, environments)
+    kept |= {"resumed": resumed} if resumed else {}
+    key = hash_json(kept)[:12]
+    archive.environments[key] = kept
+    return key
+
+
+def _pack_environment(environment: Mapping[str, Any]) -> Fields:
     versions, machine, code = (
         as_dict(environment.get(part)) for part in ("versions", "machine", "code")
     )
     diff = str(code.get("diff") or "")
-    kept = {
+    return {
         "versions": versions,
         "machine": {key: machine[key] for key in _MACHINE if key in machine},
         "code": {
@@ -157,9 +165,6 @@ def _add_environment(archive: Archive, folder: Path) -> str | None:
             "edits": code.get("edits") or (sha256(diff.encode())[:6] if diff else ""),
         },
     }
-    key = hash_json(kept)[:12]
-    archive.environments[key] = kept
-    return key
 
 
 def document_group(run: SweepRun | Fields) -> str:

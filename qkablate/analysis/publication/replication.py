@@ -23,7 +23,7 @@ from qkablate.config import KEYS, Config, conf_dir, config_names, no_such_key
 from qkablate.config.data import DataConfig
 from qkablate.data.hub import FILE_FORMATS
 from qkablate.errors import UserError, sanitize
-from qkablate.runs.records import is_number
+from qkablate.runs.records import environment_value, is_number
 from qkablate.sweeps.planning.manifest import Arm
 
 # Standard deviations of the difference of two runs with other rounding, within which they agree.
@@ -213,8 +213,8 @@ def compare_run(
     run = archive.runs[id]
     environment = archive.environments.get(run["environment"] or "", {})
     there = {
-        "cpu": environment.get("machine", {}).get("cpu"),
-        "torch": environment.get("versions", {}).get("torch"),
+        "cpu": environment_value(environment, "machine", "cpu"),
+        "torch": environment_value(environment, "versions", "torch"),
         "threads": run["result"].get("threads"),
     }
     here = {"cpu": cpu, "torch": torch, "threads": (result or {}).get("threads")}

@@ -16,7 +16,16 @@ from qkablate.config import KEYS
 from qkablate.config.data import loss_unit
 from qkablate.runs.document_losses import FILE_NAME as DOCUMENT_LOSSES
 from qkablate.runs.document_losses import DocumentLosses, read_document_losses
-from qkablate.runs.records import is_number, read_config, read_json, read_result, sha256
+from qkablate.runs.records import (
+    environment_value,
+    is_number,
+    join_in_turn,
+    list_environments,
+    read_config,
+    read_json,
+    read_result,
+    sha256,
+)
 from qkablate.runs.text_references import KEY as TEXT_REFERENCES
 from qkablate.runs.text_references import TextReferences, find_text_references
 from qkablate.sweeps.planning.floors import floor_sites, is_floor, is_position_only
@@ -434,20 +443,25 @@ def read_facts(folder: Path, result: Mapping[str, Any]) -> dict[str, Any]:
     """Return the circumstances of a run: data, software and hardware."""
     facts: dict[str, Any] = {key: result.get(key) for key in _FACTS}
     facts |= {key: as_dict(result.get(key)) for key in ("init", "lr", "accuracy", "exact")}
-    environment = as_dict(read_json(folder / "environment.json"))
-    parts = ("versions", "machine", "code")
-    versions, machine, code = (as_dict(environment.get(part)) for part in parts)
-    diff = str(code.get("diff") or "")
-    commit = str(code["commit"])[:10] if code.get("commit") else None
-    edits = str(code.get("edits") or "") or (sha256(diff.encode())[:6] if diff else "")
-    edits = f"+{edits}" if edits else ""
-    facts["code"] = f"{commit}{edits}" if commit else facts["version"]
+    environment = read_json(folder / "environment.json")
+    codes = map(_read_code, list_environments(environment))
+    facts["code"] = join_in_turn(codes) or facts["version"]
     data = as_dict(result.get("data"))
     facts |= {key: data.get(key) for key in ("source", "objective")}
-    facts["torch"], facts["cpu"] = versions.get("torch"), machine.get("cpu")
+    facts["torch"] = environment_value(environment, "versions", "torch")
+    facts["cpu"] = environment_value(environment, "machine", "cpu")
     is_gpu = str(result.get("device")).startswith("cuda")
-    facts["gpu"] = machine.get("device") if is_gpu else None
+    facts["gpu"] = environment_value(environment, "machine", "device") if is_gpu else None
     return facts
+
+
+def _read_code(environment: Mapping[str, Any]) -> str | None:
+    """Return the commit, with a short checksum of edits to it; None without a commit."""
+    code = as_dict(environment.get("code"))
+    diff = str(code.get("diff") or "")
+    edits = str(code.get("edits") or "") or (sha256(diff.encode())[:6] if diff else "")
+    commit = str(code["commit"])[:10] if code.get("commit") else None
+    return f"{commit}+{edits}" if commit and edits else commit
 
 
 def as_dict(value: object) -> dict[str, Any]:

@@ -190,6 +190,8 @@ def reseal(path, change):
         lambda content: content.update(looks={}),
         lambda content: content["looks"].update(three=content["looks"]["3"]),
         lambda content: content.update(environments={"e": {"machine": 1}}),
+        lambda content: content.update(environments={"e": {"resumed": 1}}),
+        lambda content: content.update(environments={"e": {"resumed": [{"machine": 1}]}}),
         lambda content: content["runs"][0]["equal"].pop("result\x1floss\x1fval"),
         lambda content: content["runs"][0]["equal"].pop("environment"),
         lambda content: content.update(documents=[]),

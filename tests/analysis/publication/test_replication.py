@@ -91,10 +91,10 @@ def test_counted_numbers_must_be_equal_and_medians_overlap():
     assert agree(judge(low, low), judge(low, high)) == [True, False]
 
 
-def compare(published, own, cpu="fast", threads=1, others=(), device="cpu"):
+def compare(published, own, cpu="fast", threads=1, others=(), device="cpu", resumed=()):
     run = make_run(published, threads=1) | {"environment": "e"}
     runs = {"a1": run} | {f"b{i}": make_run(loss, seed=i) for i, loss in enumerate(others, 2)}
-    archive = make_archive(runs, environments={"e": HERE})
+    archive = make_archive(runs, environments={"e": {**HERE, "resumed": resumed}})
     loss = {"val": own, "test": own + 0.5}
     result = None if own is None else {"status": "done", "loss": loss, "threads": threads}
     return compare_run(archive, "a1", "name", result, "2", cpu, device)
@@ -116,6 +116,8 @@ def test_other_machine_may_differ_as_seeds_do():
     alone = compare(2.0, 2.0, cpu="other")  # a single run has no spread
     assert (alone.difference, alone.tolerance, alone.agrees) == (0, None, True)
     assert compare(2.0, 2.01, cpu="other").agrees is None
+    resumed = compare(2.0, 2.25, others=(2.1, 2.2), resumed=[{"machine": {"cpu": "other"}}])
+    assert resumed.reasons == ("cpu fast, then other there, fast here",)
     assert compare(2.0, 2.0, threads=2).reasons == ("threads 1 there, 2 here",)
 
 
