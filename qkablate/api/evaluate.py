@@ -104,9 +104,8 @@ def evaluate_runs(
     runs: Sequence[str], values: Mapping[str, str], split: str = "val"
 ) -> list[Evaluation]:
     """Evaluate runs on the data that {key: value} names; all are checked before the first."""
-    step, threads = (
-        _whole_number(values, key, least) for key, least in (("step", 0), ("threads", 1))
-    )
+    step = _whole_number(values, "step", 0)
+    threads = None if values.get("threads") == "auto" else _whole_number(values, "threads", 1)
     tokens = None if values.get("tokens") == "all" else _whole_number(values, "tokens", 2)
     device, precision = values.get("device"), values.get("precision")
     check(Config(device=device or "auto", precision=precision or "auto", threads=threads or "auto"))
@@ -229,6 +228,7 @@ def _describe(
     def error(values: "np.ndarray") -> float | None:
         return ratio_error(values, sums.counts) if len(sums.counts) > 1 else None
 
+    accuracy = found.metrics.get("accuracy", found.accuracy)  # as training records it
     return Evaluation(
         run=restored.folder.resolve().name,
         step=restored.step,
@@ -240,8 +240,8 @@ def _describe(
         loss_se=error(sums.losses),
         perplexity=math.exp(loss) if loss < math.log(1e18) else None,
         bits_per_byte=found.metrics.get("bits_per_byte"),
-        accuracy=found.accuracy,
-        accuracy_se=error(sums.hits),
+        accuracy=accuracy,
+        accuracy_se=error(sums.hits) if accuracy == found.accuracy else None,
         exact=found.metrics.get("exact"),
         measures=found.metrics,
         data_fingerprint=fingerprint,

@@ -211,8 +211,9 @@ def check_rope(qk: QK) -> None:
         instead = "; or set variant.rope_dims=N, which adds N rotated dimensions" * bool(qk.width)
         raise UnsupportedCombination(f"model.position=rope: {qk.no_rope_reason}{instead}")
     if qk.width % 2:
+        change = "model.heads or model.d_model" if qk.spec.rank is None else "variant.rank"
         raise UnsupportedCombination(
             f"model.position=rope rotates pairs of dimensions, but queries are {qk.width} wide, an"
-            " odd number: change model.heads or model.d_model, or use model.position=learned, alibi"
-            " or none"
+            f" odd number: change {change}, or use model.position=learned or none (decoders: or"
+            " alibi)"
         )

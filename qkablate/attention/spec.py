@@ -11,6 +11,9 @@ from typing import ClassVar, Protocol
 import torch
 from torch import Tensor, nn
 
+# Of `params`: d_model, that of the keys, heads, d_head, rank, groups, context, source, rope_dims.
+FORMULA_LETTERS = "dehkrgTSp"
+
 
 @dataclass(frozen=True)
 class Spec:
@@ -215,10 +218,9 @@ class Circuit(nn.Module):
 
     def count_params(self) -> int:
         """Evaluate the formula `params`."""
-        spec = self.spec
-        sizes = {"d": spec.d_model, "e": spec.d_keys, "h": spec.heads, "k": spec.d_head}
-        sizes |= {"r": spec.rank or 0, "g": spec.groups or 0, "T": spec.context or 0}
-        sizes["p"] = spec.rope_dims
-        sizes["S"] = spec.source or sizes["T"]
+        spec, context = self.spec, self.spec.context or 0
+        sizes = [spec.d_model, spec.d_keys, spec.heads, spec.d_head, spec.rank or 0]
+        sizes += [spec.groups or 0, context, spec.source or context, spec.rope_dims]
         code = re.sub(r"(?<=[\w²)]) (?=[\w(])", " * ", self.params).replace("²", "**2")
-        return int(eval(code, {"__builtins__": {}}, sizes))
+        letters = dict(zip(FORMULA_LETTERS, sizes, strict=True))
+        return int(eval(code, {"__builtins__": {}}, letters))

@@ -304,9 +304,16 @@ def restore_run(run: str, values: Mapping[str, str], step: int | None = None) ->
 
 
 def propose_sample(config: "Config", words: list[str]) -> list[str]:
-    """Return the command that shows what a run has learned: a sample, or the task's description."""
-    from qkablate.config.data import is_causal_text
+    """Return the command that shows what a run has learned: a sample, or the task's description.
 
+    Of an imported run whose tokens are not known, no text can be shown.
+    """
+    from qkablate.config.data import TEXT_SOURCES, is_causal_text
+
+    if config.data.source in TEXT_SOURCES and config.data.tokenizer is None:  # imported without
+        run, *keys = words
+        kept = [key for key in keys if key.startswith(("out=", *CIRCUIT_KEYS))]
+        return ["inspect", run, *kept, "--variants"]
     if config.model.form != "decoder":
         return ["sample", *words, "--split", "test", "--show", "5"]
     if is_causal_text(config.data):

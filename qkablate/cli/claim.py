@@ -140,6 +140,8 @@ class _ClaimRequest:
             key, equals, value = word.partition("=")
             if not equals or not key:
                 raise UserError(f"'{word}' is not key=value, as in scale=gpu or data=wikitext2")
+            if key in pairs:
+                raise UserError(f"{key}: given twice")
             pairs[key] = value
         typed_scale = pairs.pop("scale", None)
         if typed_scale == "":

@@ -4,7 +4,13 @@ import sys
 from typing import Any
 
 from qkablate.cli.arguments import Parser, one_of, whole_number
-from qkablate.compose.configs import Job, build_jobs, choose_next, compose_jobs
+from qkablate.compose.configs import (
+    Job,
+    build_jobs,
+    choose_next,
+    compose_jobs,
+    training_commands,
+)
 from qkablate.config import Config, config_names
 from qkablate.errors import UserError
 from qkablate.table import (
@@ -118,8 +124,9 @@ def main(argv: list[str]) -> int:
         can_verify = decomposition_steps(job.config.model) <= MAX_DECOMPOSITION
         is_small = _fits_memory(job.config, costs[jobs.index(job)][0]["params"])
         # What is too large for this machine can be trained at the default size.
-        words = [word for word in job.words if is_small or not word.startswith("model")]
-        print_next_commands(*[["verify", *job.words]] * can_verify, ["train", *words])
+        words = [word for word in job.words if not word.startswith("model")]
+        training = training_commands(job) if is_small else [["train", *words]]
+        print_next_commands(*[["verify", *job.words]] * can_verify, *training)
     return 0
 
 

@@ -2,6 +2,7 @@
 
 import fnmatch
 import itertools
+import re
 import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -104,7 +105,7 @@ def main(argv: list[str]) -> int:
     total = len(folders)
     if not wanted and args.sort in (None, "age"):  # the others need not be read
         folders = folders[:limit]
-    observer = LeaseObserver()
+    observer = LeaseObserver(by_file_times=True)
     runs = [summarize_run(folder, observer) for folder in folders]
     found = runs
     if wanted:
@@ -151,7 +152,7 @@ def parse_filter(pair: str) -> tuple[str, list[Any]]:
         raise UserError(f"{key}: there is no such key{nearest_hint(key, known)}")
     if not text:
         raise UserError(f"{key}: a value is missing; write {key}=VALUE")
-    values = text.split(",")
+    values = re.split(r",(?![^\[]*\])", text)  # the commas of a list are its own
     if full == "status":
         return full, [convert_value(key, value, one_of(STATUSES)) for value in values]
     if key == "data":
@@ -227,7 +228,7 @@ def _read_sweeps(out: str, wanted: Mapping[str, list[Any]]) -> list[dict[str, An
         row: dict[str, Any] = {"name": folder.name, "folder": str(folder)}
         row["written"] = last_written(folder, (MANIFEST_FILE, "results.csv"))
         try:
-            state = SweepState(read_manifest(folder))
+            state = SweepState(read_manifest(folder), LeaseObserver(by_file_times=True))
             state.refresh()
         except UserError as error:
             row |= {"status": "damaged", "runs": None, "counts": {}, "reason": str(error)}
@@ -243,7 +244,8 @@ def _read_sweeps(out: str, wanted: Mapping[str, list[Any]]) -> list[dict[str, An
         arms = {name: flatten(arm.config) for name, arm in state.manifest.arms.items()}
         for key in ("variant", "data", "steps"):
             row[key] = [*dict.fromkeys(arm[_KEYS[key]] for arm in arms.values())]
-        values = [{**arms[run.arm], **run.changes, **row} for run in state.manifest.runs]
+        planned = [*state.manifest.runs, *(one.run for one in state.states.values())]
+        values = [{**arms[run.arm], **run.changes, **row} for run in planned]
         if not wanted or any(_fits(one, wanted) for one in values):
             rows.append(row)
     return sorted(rows, key=lambda row: (-row["written"], row["name"]))

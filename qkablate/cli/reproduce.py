@@ -133,6 +133,8 @@ def main(argv: list[str]) -> int:
                 codes.append(_check(registration, archive, count, words))
             else:
                 codes.append(_reproduce(registration, archive, str(root), args, words))
+            if codes[-1] >= 128:  # stopped by a signal
+                break
         except UserError as mistake:
             if len(claims) == 1:
                 raise

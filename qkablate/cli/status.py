@@ -7,6 +7,7 @@ from pathlib import Path
 
 from qkablate.cli.arguments import Parser, find_sweep_and_out, out_words
 from qkablate.errors import UserError, print_stderr, sanitize
+from qkablate.runs.lease import LeaseObserver
 from qkablate.runs.run import NoMatch
 from qkablate.screen import find_screen
 from qkablate.sweeps.planning.manifest import read_manifest
@@ -61,7 +62,7 @@ def main(argv: list[str]) -> int:
     if args.watch and sys.stderr.isatty():
         _wait_until_active(args.words)
     folder, out = find_sweep_and_out(args.words)
-    sweep_state = SweepState(read_manifest(folder))
+    sweep_state = SweepState(read_manifest(folder), LeaseObserver(by_file_times=True))
     sweep_state.refresh()
     if args.watch:
         table = ProgressTable()
@@ -127,7 +128,7 @@ def _wait_until_active(words: list[str]) -> None:
         except NoMatch as error:
             reason = str(error)
         else:
-            sweep_state = SweepState(read_manifest(folder))
+            sweep_state = SweepState(read_manifest(folder), LeaseObserver(by_file_times=True))
             sweep_state.refresh()
             is_named = any(Path(word).name == folder.name for word in words)
             if _is_active(sweep_state) or (is_named and sweep_state.is_finished()):

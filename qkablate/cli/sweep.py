@@ -7,6 +7,7 @@ from qkablate.cli.arguments import Parser, folder, one_of
 from qkablate.cli.launch import run_and_print, show_plan
 from qkablate.compose.configs import open_hydra
 from qkablate.compose.grid import read_request
+from qkablate.compose.words import refuse_repeated
 from qkablate.config import conf_dir
 from qkablate.errors import UserError
 
@@ -93,6 +94,7 @@ def main(argv: list[str]) -> int:
     args = PARSER.parse(argv)
     if args.json and not args.dry_run:
         raise UserError("--json needs --dry-run; `qkablate status --json` shows a sweep")
+    refuse_repeated(args.words)
     with open_hydra(args.config_dir):
         request = read_request(args.words)
         if request.count() > MANY and not args.yes:

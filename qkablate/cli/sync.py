@@ -108,9 +108,7 @@ def _warn(plan: SyncPlan) -> None:
         print_stderr(f"skipped: {name} is being trained")
     if plan.unreadable:
         number = format_count(len(plan.unreadable), "log")
-        print_stderr(
-            f"{number} cannot be read: the run was killed in its first second, or it is damaged"
-        )
+        print_stderr(f"{number} cannot be read: the run was killed in its first second")
     for file, reason in plan.rejected.items():
         print_stderr(f"not uploaded: {file}: {reason}")
     for log in plan.logs:

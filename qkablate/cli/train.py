@@ -11,6 +11,7 @@ from typing import Any
 from qkablate.cli.arguments import Parser, out_words
 from qkablate.cli.hydra.app import run_hydra
 from qkablate.compose.configs import build_jobs, compose_jobs
+from qkablate.compose.words import refuse_repeated
 from qkablate.config import KEYS, Config, Role, flatten, from_hydra, keys_with, variants
 from qkablate.config.data import loss_unit
 from qkablate.errors import UserError, print_stderr
@@ -91,6 +92,7 @@ def _main(argv: list[str], ranks: Ranks) -> int:
         return loss
 
     argv = [word for word in argv if word not in _OWN_FLAGS]
+    refuse_repeated(argv, groups_only=True)
     words = {word.partition("=")[0] for word in argv}
     if words & {"--cfg", "-c"} and not words & _OTHER_CONFIGS:
         _check([word for word in argv if "=" in word and not word.startswith(("-", "hydra"))])

@@ -5,8 +5,21 @@ import dataclasses
 import itertools
 from typing import TYPE_CHECKING
 
-from qkablate.cli.arguments import CIRCUIT_KEYS, Parser, propose_sample, restore_run, split_runs
-from qkablate.compose.configs import Job, build_jobs, choose_next, compose_jobs
+from qkablate.cli.arguments import (
+    CIRCUIT_KEYS,
+    Parser,
+    propose_sample,
+    restore_run,
+    runs_and_keys,
+    split_runs,
+)
+from qkablate.compose.configs import (
+    Job,
+    build_jobs,
+    choose_next,
+    compose_jobs,
+    training_commands,
+)
 from qkablate.config import Config, stream_width
 from qkablate.config.variant import SITES, variant_sites
 from qkablate.errors import UserError, print_stderr
@@ -69,13 +82,13 @@ def main(argv: list[str]) -> int:
         print_json([{**dataclasses.asdict(o), "holds": o.holds} for o in outcomes])
     else:
         _print(outcomes)
-        if holds:
-            print_next_commands(proposed)
+        if holds and proposed:
+            print_next_commands(*proposed)
     return 0 if holds else 1
 
 
-def _verify_fresh(words: list[str]) -> tuple[list["CheckResult"], list[str]]:
-    """Return the outcomes on fresh weights, and a command to propose."""
+def _verify_fresh(words: list[str]) -> tuple[list["CheckResult"], list[list[str]]]:
+    """Return the outcomes on fresh weights, and commands to propose."""
     planned = compose_jobs(words, of_all_variants=True)
     _check_sizes(planned)
     import torch
@@ -95,7 +108,7 @@ def _verify_fresh(words: list[str]) -> tuple[list["CheckResult"], list[str]]:
             outcomes += verify(
                 variant, [randomize_layer(layer, seed)], [streams], fresh=True, site=site
             )
-    return outcomes, ["train", *choose_next([job for job, _ in kept]).words]
+    return outcomes, training_commands(choose_next([job for job, _ in kept]))
 
 
 def _make_layers(config: Config) -> dict[str, "Attention"]:
@@ -129,14 +142,15 @@ def _check_size(config: Config) -> None:
             raise UserError(f"model.{key}: the checks need 2 or more")
 
 
-def _verify_run(word: str, words: list[str]) -> tuple[list["CheckResult"], list[str]]:
-    """Return the outcomes on a run's weights, and a command to propose."""
-    values = dict(word.split("=", 1) for word in words)
-    if unknown := values.keys() - {"out", *CIRCUIT_KEYS}:
+def _verify_run(word: str, words: list[str]) -> tuple[list["CheckResult"], list[list[str]]]:
+    """Return the outcomes on a run's weights, and commands to propose."""
+    known = {"out", *CIRCUIT_KEYS}
+    if unknown := {word.partition("=")[0] for word in words} - known:
         raise UserError(
             f"'{min(unknown)}': with a run, only the keys out, variant.file, variant.qk and"
             " variant.ov can be given"
         )
+    _, values = runs_and_keys(words, known)
     restored = restore_run(word, values)
     from tqdm import tqdm
 
@@ -152,7 +166,7 @@ def _verify_run(word: str, words: list[str]) -> tuple[list["CheckResult"], list[
         for site, layers in recorded.items()
     )
     bar = tqdm(outcomes, unit=" checks", leave=False, disable=None)
-    return list(bar), propose_sample(config, [word, *words])
+    return list(bar), [propose_sample(config, [word, *words])]
 
 
 def _print(outcomes: list["CheckResult"]) -> None:

@@ -204,3 +204,11 @@ def build_jobs(jobs: list[Job], build: Callable[[Config], T]) -> list[tuple[Job,
 def choose_next(jobs: list[Job]) -> Job:
     """Return the job to go on with: the first that is not the baseline."""
     return next((job for job in jobs if job.config.variant.name != "standard"), jobs[0])
+
+
+def training_commands(job: Job) -> list[list[str]]:
+    """Return the command that trains a job, with a task where the default text is not for it."""
+    if job.config.model.form == "decoder" or sets_key(job.words, "data"):
+        return [["train", *job.words]]
+    has_context = any(word.lstrip("+").startswith("model.context=") for word in job.words)
+    return [] if has_context else [["train", *job.words, "data=reverse"]]

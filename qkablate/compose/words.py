@@ -116,6 +116,20 @@ def split_words(words: list[str]) -> dict[str, str]:
     return choices
 
 
+def refuse_repeated(words: list[str], *, groups_only: bool = False) -> None:
+    """Raise UserError for a key, or a group, with two values, of which the first would be lost."""
+    given: dict[str, str] = {}
+    for word in words:
+        key, equals, value = word.lstrip("+").partition("=")
+        if not equals or word.startswith("-") or (groups_only and not is_group(key)):
+            continue
+        if given.setdefault(key, value) != value:
+            raise UserError(
+                f"{key}: given twice, '{given[key]}' and '{value}'; several values are written"
+                f" {key}=a,b"
+            )
+
+
 def sets_key(words: list[str], key: str) -> bool:
     """Return whether the words set a key, or anything in its section."""
     return any(word.lstrip("+").partition("=")[0].partition(".")[0] == key for word in words)

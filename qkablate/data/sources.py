@@ -166,7 +166,7 @@ _ROW_READERS = {".jsonl": _read_json_rows, ".parquet": _read_parquet_rows}
 
 def read_lines(file: Path) -> Iterator[str]:
     """Yield the lines of a file, which must be UTF-8."""
-    text = b"".join(_read_plain(file)).decode()
+    text = b"".join(_read_plain(file)).decode("utf-8-sig")  # Excel writes a byte-order mark
     yield from (line.removesuffix("\r") for line in text.removesuffix("\n").split("\n") if text)
 
 

@@ -19,7 +19,12 @@ import torch
 
 from qkablate.attention import OV, OV_CIRCUITS, QK, QK_CIRCUITS, Attention, Spec
 from qkablate.attention.kernels.choice import KernelOptions
-from qkablate.attention.spec import UnsupportedCombination, UnsupportedKernel
+from qkablate.attention.spec import (
+    FORMULA_LETTERS,
+    Circuit,
+    UnsupportedCombination,
+    UnsupportedKernel,
+)
 from qkablate.config import Config, ModelConfig, VariantConfig, resolve_variant
 from qkablate.config.variant import describe_unused, stream_width, variant_sites
 from qkablate.disk import expand_user
@@ -236,12 +241,8 @@ def _check_sizes(variant: VariantConfig) -> None:
 def _check_shapes(external: ExternalCircuit, layer: Attention) -> None:
     """Check the shapes that a user's circuit returns, before anything is trained."""
     circuit = layer.qk if isinstance(layer.qk, external.circuit) else layer.ov
-    inherited = type(circuit).init_.__module__.startswith("qkablate.")
-    if inherited and next(circuit.children(), None) is not None:
-        raise UserError(
-            f"variant.file: {external.circuit.__name__} contains torch modules but no `init_` that"
-            " initializes them"
-        )
+    _check_tensors(circuit)
+    _check_formula(circuit)
     model = copy.deepcopy(layer).to("meta")
     qk, ov, spec = model.qk, model.ov, model.qk.spec
     x_BTD = y_BTD = torch.empty(2, 3, spec.d_model, device="meta")
@@ -262,6 +263,41 @@ def _check_shapes(external: ExternalCircuit, layer: Attention) -> None:
                 f" {tuple(result.shape)} for 2 sequences of 3 tokens; {expected} is expected from"
                 f" its heads and {key}={expected[-1]}"
             )
+
+
+def _check_tensors(circuit: Circuit) -> None:
+    """Check that every tensor of a user's circuit is initialized with the weights, or restored."""
+    name = type(circuit).__name__
+    buffers = {key for key, buffer in circuit.named_buffers() if buffer.numel()}
+    plain = [
+        f"{prefix}.{key}".lstrip(".")
+        for prefix, module in circuit.named_modules()
+        for key, value in vars(module).items()
+        if isinstance(value, torch.Tensor)
+    ]
+    if lost := [*plain, *sorted(buffers - circuit.state_dict().keys())]:
+        raise UserError(
+            f"variant.file: the values of {name}.{lost[0]} are lost, as it is neither a parameter"
+            " nor a persistent buffer: compute it where it is used"
+        )
+    inherited = type(circuit).init_.__module__.startswith("qkablate.")
+    if inherited and (buffers or next(circuit.children(), None) is not None):
+        what = "buffers" if buffers else "torch modules"
+        raise UserError(
+            f"variant.file: {name} contains {what} but no `init_` that initializes them"
+        )
+
+
+def _check_formula(circuit: Circuit) -> None:
+    """Check that the formula of a user's circuit, if it has one, gives a number."""
+    try:
+        _ = circuit.params and circuit.count_params()
+    except Exception as error:
+        raise UserError(
+            f"variant.file: params of {type(circuit).__name__}, {circuit.params!r}, cannot be"
+            f" evaluated ({error}); it is a formula such as '2 d² + d h', of"
+            f" {', '.join(FORMULA_LETTERS)}"
+        ) from None
 
 
 def _find_external(variant: VariantConfig, side: str) -> ExternalCircuit | None:

@@ -6,7 +6,8 @@
 
 A number is never used twice. On one kernel a lock shows whether the holder is alive: it ends with
 the process, even by kill -9. Between kernels the size of the record does: an observer that sees no
-heartbeat for TIMEOUT seconds takes over. Neither clocks of other machines nor file times are used.
+heartbeat for TIMEOUT seconds takes over. Neither clocks of other machines nor file times are used
+for that; lists, which look once, take a record that has not changed for long for a dead holder's.
 """
 
 import fcntl
@@ -29,6 +30,7 @@ from qkablate.errors import UserError
 FOLDER = "lease"
 HEARTBEAT = 5.0  # seconds between two heartbeats
 TIMEOUT = 60.0  # seconds without a heartbeat after which the holder counts as dead
+_OLD = 900.0  # seconds since a record was written: more than clocks of machines differ
 _RELEASED = b"released\n"
 _NAME = re.compile("[0-9]{8,}")
 _UNKNOWN = "another process"
@@ -49,6 +51,7 @@ class LeaseRecord(NamedTuple):
 
     number: int
     size: int = 0
+    written: float = 0.0  # the file's time
     released: bool = False
     locked: bool | None = None  # None: only the heartbeat shows whether the holder is alive
     token: str | None = None  # None: the record is damaged
@@ -70,10 +73,15 @@ def now() -> float:
 
 
 class LeaseObserver:
-    """Liveness of leases, judged by what changes between two looks."""
+    """Liveness of leases, judged by what changes between two looks.
 
-    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
-        self._clock = clock
+    With `by_file_times`, as in lists, the holder of an old record counts as dead at the first look.
+    """
+
+    def __init__(
+        self, clock: Callable[[], float] = time.monotonic, *, by_file_times: bool = False
+    ) -> None:
+        self._clock, self._by_file_times = clock, by_file_times
         # (number, size) of the record, since when, and whether it has changed while observed.
         self._seen: dict[Path, tuple[tuple[int, int] | None, float, bool]] = {}
 
@@ -93,7 +101,10 @@ class LeaseObserver:
         if seen != counter:
             changed = seen is not None
             self._seen[folder] = counter, self._clock(), changed
-        return LeaseState(record.number, not timed_out, timed_out or changed, record.holder)
+        is_old = self._by_file_times and time.time() - record.written > _OLD
+        return LeaseState(
+            record.number, not (timed_out or is_old), timed_out or changed, record.holder
+        )
 
     def wait_until_sure(self, folder: Path, sleep: Callable[[float], None] = time.sleep) -> None:
         """Observe until it is certain whether the holder is alive: about TIMEOUT seconds."""
@@ -251,7 +262,8 @@ def _read(path: Path) -> LeaseRecord:
         # On a network file system only opening the file updates its size.
         descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK)
     except PermissionError:
-        return LeaseRecord(number, path.stat().st_size)
+        status = path.stat()
+        return LeaseRecord(number, status.st_size, status.st_mtime)
     try:
         status = os.fstat(descriptor)
         if not stat.S_ISREG(status.st_mode):
@@ -266,6 +278,7 @@ def _read(path: Path) -> LeaseRecord:
     return LeaseRecord(
         number,
         status.st_size,
+        status.st_mtime,
         released=end == _RELEASED,
         locked=locked,
         token=content.get("token"),

@@ -112,7 +112,7 @@ _DESCRIBED = {"data.source": "", "optim.optimizer": "", "optim.lr": "lr ", "trai
 
 def describe_runs(folders: Iterable[Path]) -> list[str]:
     """Return name, data, rate and steps of each run, where they differ, with status and age."""
-    observer = LeaseObserver()
+    observer = LeaseObserver(by_file_times=True)
     runs = [summarize_run(folder, observer) for folder in folders]
     differ = [key for key in _DESCRIBED if len({str(run.get(key)) for run in runs}) > 1]
     texts = []

@@ -234,10 +234,14 @@ def make_wandb_identity(plan: RunPlan) -> RunIdentity:
 
 
 def make_wandb_config(plan: RunPlan) -> dict[str, Any]:
-    """Return the config in W&B: without local paths, with the commit."""
+    """Return the config in W&B: of local paths the last name, with the commit."""
     config = dataclasses.asdict(plan.config)
     del config["out"], config["tracking"], config["init_from"]["run"]
     del config["data"]["path"], config["data"]["cache"]
+    for section, key in (("variant", "file"), ("data", "files"), ("data", "name")):
+        text = config[section][key]
+        if text is not None and (key != "name" or text.startswith(("/", ".", "~"))):
+            config[section][key] = text.rstrip("/").rpartition("/")[2]
     environment = read_json(plan.run.folder / "environment.json")
     code = environment.get("code") if isinstance(environment, dict) else None
     config |= {"run_id": plan.run.id, "kernel": _format_sites(plan.kernels), "params": plan.params}

@@ -96,6 +96,13 @@ def test_rows_name_the_keys_that_vary(qkablate):
         (["--at", "gpt-j", "variant=mqa"], ["train variant=mqa", ""]),
         (["variant=standard,no_q"], ["verify variant=no_q", "train variant=no_q"]),
         (
+            ["model=nano_translator", "variant=no_q"],
+            [
+                "verify model=nano_translator variant=no_q",
+                "train model=nano_translator variant=no_q data=reverse",
+            ],
+        ),
+        (
             ["variant.qk=merged", "variant.ov=no_o", "model.d_model=64,128"],
             [
                 "verify variant.qk=merged variant.ov=no_o model.d_model=64",

@@ -239,6 +239,17 @@ def test_mistake_is_one_line_before_any_work(evaluate, words, lines, monkeypatch
     assert_refused(evaluate(*words), *lines)
 
 
+def test_accuracy_of_a_task_is_that_of_training(qkablate, tmp_path):
+    """That of induction leaves out what no model can know."""
+    sizes = [word for word in TINY if not word.startswith("model.context")]
+    data = ["data=induction_short", "data.val_tokens=512", "data.test_tokens=512"]
+    assert qkablate("train", *sizes, *data, "model.context=32").code == 0
+    run = find(tmp_path, "standard")
+    done = qkablate("eval", str(run), "--split", "test", "--json", "threads=auto")
+    (found,) = json.loads(done.out)["evaluations"]
+    assert found["accuracy"] == result_of(run)["accuracy"]["test"]
+
+
 def test_task_that_does_not_fit_is_refused(qkablate, folder):
     run = str(find(folder, "standard", "tasks"))
     done = qkablate("eval", run, "data=reverse", "data.copy_length=9")

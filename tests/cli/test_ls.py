@@ -91,6 +91,8 @@ def test_newest_first_with_data_rate_and_losses(qkablate, outputs):
         (["lr=2e-3"], 1, 0),
         (["model.d_model=16", "status=done"], 4, 1),
         (["data=text", "merged_w", "lr=0.005"], 1, 0),
+        (["optim.betas=[0.9,0.95]"], 4, 1),
+        (["optim.betas=[0.8,0.9],[0.9,0.95]"], 4, 1),
         (["status=failed"], 0, 0),
     ],
 )

@@ -69,6 +69,10 @@ def test_archives_are_read_as_the_runs_are(qkablate, published, outputs):
     assert min(errors[0]) > 1e-4
     assert "mine · INSENSITIVE" in qkablate("claim", "list", "out=shared").out
     assert "no_q-d16-h2" in qkablate("ls", "out=shared").out
+    runs = json.loads(qkablate("ls", "out=shared", "--json").out)["runs"]
+    for seed in {run["config"]["seed"] for run in runs}:  # those of tuning, and the others
+        found = json.loads(qkablate("ls", f"seed={seed}", "out=shared", "--json").out)["sweeps"]
+        assert [sweep["name"].partition("-")[0] for sweep in found] == ["claim"]
     (archive,) = published.glob("*.json.gz")
     for word in ("shared", str(archive)):
         assert qkablate("results", word).out.startswith(qkablate("results", "claim-mine").out[:200])

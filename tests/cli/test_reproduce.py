@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from qkablate.analysis.claims.claim import Claim
+from qkablate.analysis.publication import unpack
 from qkablate.analysis.publication.archive import read_archive
 from qkablate.strict_json import from_json
 from tests.cli.conftest import LENGTH, write_runs
@@ -244,6 +245,17 @@ def test_failed_runs_are_trained_again_on_request(
     monkeypatch.setattr("qkablate.cli.launch.run_and_print", run_and_print)
     assert qkablate("reproduce", "mine", "--from", "shared", *published, *words).code == 1
     assert asked == [expected]
+
+
+@pytest.mark.parametrize("code", [130, 143])
+def test_signal_stops_all_claims(qkablate, published, monkeypatch, code):
+    calls = []
+    stop = lambda launcher: calls.append(launcher) or code  # noqa: E731
+    monkeypatch.setattr("qkablate.sweeps.running.launcher.Launcher.run", stop)
+    read = unpack.unpacked_claims
+    monkeypatch.setattr(unpack, "unpacked_claims", lambda root: 2 * [*read(root)])
+    assert qkablate("reproduce", "all", "--from", "shared", *published).code == code
+    assert len(calls) == 1
 
 
 @pytest.mark.parametrize("code", [130, 143])

@@ -395,6 +395,12 @@ def test_damage_hides_no_records(recorded, server, qkablate):
     ]
     assert IDS[3] in done.out
     assert done.code == 1
+    for file in (a, b, c):
+        file.unlink()
+    d.write_bytes(b"\xff" * 1_000)  # nothing of it can be read
+    done = qkablate("sync", "--dry-run")
+    assert f"{d.relative_to(recorded.parent)}: it is damaged: " in done.err
+    assert done.code == 1
 
 
 def test_links_in_wandbs_folder_are_rejected(recorded, server, qkablate, tmp_path):

@@ -7,8 +7,10 @@ import textwrap
 import pytest
 
 from qkablate.cli import main
-from qkablate.config import variants
+from qkablate.cli.arguments import propose_sample
+from qkablate.config import Config, DataConfig, variants
 from qkablate.data import sources
+from tests.cli.helpers import assert_refused
 
 SMALL = ("model.d_model=16", "model.heads=4", "model.context=12")
 WRONG = """
@@ -193,6 +195,18 @@ def test_impossible_checks_are_rejected(qkablate, words, says):
     done = qkablate("verify", *words)
     assert (done.code, done.out) == (2, "")
     assert says in done.err
+
+
+def test_quotes_of_out_are_those_of_hydra(qkablate):
+    assert_refused(qkablate("verify", "mine", 'out="my (runs)"'), "'my (runs)'")
+    assert_refused(qkablate("verify", "mine", "out=a", "out=b"), "out: given twice")
+
+
+def test_text_in_unknown_tokens_is_not_proposed():
+    words = ["smol", "out=here", "step=3"]
+    config = Config(data=DataConfig(tokenizer=None))
+    assert propose_sample(config, words) == ["inspect", "smol", "out=here", "--variants"]
+    assert propose_sample(Config(), words)[:2] == ["sample", "smol"]
 
 
 @pytest.mark.slow

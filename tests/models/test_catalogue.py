@@ -38,6 +38,12 @@ OWN_OV = """
 """
 
 
+def with_init(line):
+    """Return the circuit with another line at the end of its `__init__`."""
+    first, second, rest = OWN.partition("        def queries")
+    return f"    import torch\n{first}            {line}\n{second}{rest}"
+
+
 def test_norms_are_those_of_the_schema():
     assert KEYS["variant.norm"].choices == NORMS
 
@@ -188,6 +194,23 @@ def test_rank_and_groups_reach_the_circuit_of_a_file(write_circuit_file):
             "bad.py",
             "Own contains torch modules but no `init_` that initializes them",
         ),
+        (
+            with_init('self.register_buffer("gain", torch.ones(spec.heads))'),
+            "bad.py",
+            "Own contains buffers but no `init_` that initializes them",
+        ),
+        (
+            with_init('self.register_buffer("gain", torch.ones(spec.heads), persistent=False)'),
+            "bad.py",
+            r"the values of Own\.gain are lost, as it is neither a parameter nor a persistent buf",
+        ),
+        (with_init("self.gain = torch.ones(2)"), "bad.py", r"the values of Own\.gain are lost"),
+        (
+            OWN.replace("d²", "2d²"),
+            "bad.py",
+            r"params of Own, '2d²', cannot be evaluated \(invalid",
+        ),
+        (OWN.replace("d²", "2 x"), "bad.py", r"'2 x', cannot be evaluated \(name 'x' is not"),
         ("x = 1\0", "bad.py", "null bytes"),
         (OWN.partition("    def keys")[0], "bad.py", "Own does not define `keys`"),
         (

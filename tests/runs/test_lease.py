@@ -7,6 +7,7 @@ import signal
 import subprocess
 import sys
 import threading
+import time
 from contextlib import ExitStack
 
 import pytest
@@ -238,9 +239,9 @@ def test_heartbeats_count_and_file_times_do_not(tmp_path):
     path = write_record_elsewhere(tmp_path)
     clock = Clock()
     observer = LeaseObserver(clock)
-    for time in (0, 1e10, 5):  # of the file: long ago, in the future, constant
+    for written in (0, 1e10, 5):  # long ago, in the future, constant
         beat(path)
-        os.utime(path, (time, time))
+        os.utime(path, (written, written))
         assert observer.is_leased(tmp_path)
         clock.time += TIMEOUT - 1
         assert observer.is_leased(tmp_path)
@@ -251,6 +252,20 @@ def test_heartbeats_count_and_file_times_do_not(tmp_path):
     assert observer.is_leased(tmp_path)
     write_record_elsewhere(tmp_path)
     clock.time += TIMEOUT
+    assert observer.is_leased(tmp_path)
+
+
+def test_lists_go_by_file_times(tmp_path):
+    """They look once, also at what a machine has left that was switched off."""
+    path = write_record_elsewhere(tmp_path)
+    observer = LeaseObserver(by_file_times=True)
+    assert observer.is_leased(tmp_path)
+    hour_ago = time.time() - 3600
+    os.utime(path, (hour_ago, hour_ago))
+    assert not observer.is_leased(tmp_path)
+    assert not observer.observe(tmp_path).sure
+    assert is_leased(tmp_path)
+    beat(path)
     assert observer.is_leased(tmp_path)
 
 

@@ -34,7 +34,7 @@ def read_standalone_runs(folders: Iterable[Path]) -> Study:
     states: dict[str, tuple[RunState, str]] = {}
     unread = []
     ids: dict[tuple[Any, ...], str] = {}
-    observer = LeaseObserver()
+    observer = LeaseObserver(by_file_times=True)
     folders = [*folders]
     for folder in folders:
         try:

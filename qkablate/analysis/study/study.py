@@ -16,6 +16,7 @@ from qkablate.config import KEYS
 from qkablate.config.data import loss_unit
 from qkablate.runs.document_losses import FILE_NAME as DOCUMENT_LOSSES
 from qkablate.runs.document_losses import DocumentLosses, read_document_losses
+from qkablate.runs.lease import LeaseObserver
 from qkablate.runs.records import (
     environment_value,
     is_number,
@@ -350,7 +351,7 @@ def _at_rate(entries: list[Entry], rate: float | None) -> Entry | None:
 
 def read_study(folder: Path) -> Study:
     """Read a sweep; UserError if the folder holds none."""
-    sweep_state = SweepState(read_manifest(folder))
+    sweep_state = SweepState(read_manifest(folder), LeaseObserver(by_file_times=True))
     sweep_state.refresh()
     manifest = sweep_state.manifest
     lr_searches = {search.arm: search for search in sweep_state.lr_searches}

@@ -28,7 +28,8 @@ class _FullMatrixQK(QK):
     # Relative positions enter between W_q and W_k: x_iᵀ W_q R(j − i) W_kᵀ x_j is another matrix at
     # every distance, so no single W represents it. (Rotating x itself would be another model.)
     no_rope_reason = (
-        "one W cannot be W_q R(j − i) W_kᵀ at every distance; use learned, alibi or none"
+        "one W cannot be W_q R(j − i) W_kᵀ at every distance; use learned or none (decoders: or"
+        " alibi)"
     )
 
     def __init__(self, spec: Spec) -> None:

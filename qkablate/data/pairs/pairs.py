@@ -133,7 +133,8 @@ class Pairs:
 
         Of the training split, as many pairs as the validation split has are read at most, and of
         the test split the first ones, whose answers are counted by document, too; `by_document`,
-        those of validation are as well. The last batch is filled with pairs that do not count.
+        those of validation are as well, also of a single document. The last batch is filled with
+        pairs that do not count.
         """
         count = len(self.splits["val" if split == "train" else split])
         rows = evenly_spaced(count, len(self.splits[split]))
@@ -142,6 +143,8 @@ class Pairs:
         elif limit is not None:
             rows = rows[evenly_spaced(max(1, limit // self.length), len(rows))]
         groups = self.document_groups(split) if by_document or split == "test" else None
+        if by_document and groups is None:
+            groups = np.zeros(len(self.splits[split]), np.int64)
         for first in range(0, len(rows), batch_size):
             indices_N = np.arange(first, first + batch_size)
             batch = self.batch(split, rows[indices_N % len(rows)])

@@ -41,7 +41,8 @@ class Add(PaddedTask):
         numbers_N2D = rng.integers(10, size=(count, 2, most))
         # No zero at the beginning of a number of several digits.
         leading_N2D = (places_D == lengths_N21 - 1) & (lengths_N21 > 1)
-        numbers_N2D = np.where(leading_N2D, numbers_N2D % 9 + 1, numbers_N2D)
+        digits_N2D = rng.integers(1, 10, size=numbers_N2D.shape)
+        numbers_N2D = np.where(leading_N2D, digits_N2D, numbers_N2D)
         numbers_N2D = np.where(places_D < lengths_N21, numbers_N2D, 0)
         written_N2D = np.where(places_D < lengths_N21, numbers_N2D, PAD)[..., ::-1]
         plus_N1 = np.full((count, 1), _PLUS)

@@ -101,7 +101,7 @@ class MaskedText:
         The last window ends with the split, and begins inside the one before. Of the training
         split, as much as the validation split has is read at most. Of the test split the beginning
         is read, and its answers are counted by document; `by_document`, those of validation are,
-        too. The last batch is filled with windows that do not count.
+        too, also of a single document. The last batch is filled with windows that do not count.
         """
         total = self._readable(split)
         windows = -(-total // self.length)
@@ -110,6 +110,8 @@ class MaskedText:
         groups = None
         if by_document or split == "test":
             groups = self.corpus.document_groups(split)
+        if by_document and groups is None:
+            groups = np.zeros(self.corpus.tokens[split], np.int64)
         for first in range(0, len(rows), batch_size):
             indices_N = np.arange(first, first + batch_size)
             yield self._read(split, rows[indices_N % len(rows)], indices_N < len(rows), groups)

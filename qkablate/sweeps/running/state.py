@@ -48,7 +48,7 @@ class RunState:
 class SweepState:
     """The states of a sweep's runs; `refresh` reads what may have changed."""
 
-    def __init__(self, manifest: Manifest) -> None:
+    def __init__(self, manifest: Manifest, observer: LeaseObserver | None = None) -> None:
         self.manifest = manifest
         self.shares_prefix = True  # runs branch off longer ones, unless the launcher is told not to
         self._runs = Path(manifest.out).expanduser() / "runs"
@@ -61,7 +61,7 @@ class SweepState:
         self._finished_searches: Searches = {}
         self._counted = 0
         self._parts: Mapping[str, float] = {}
-        self.observer = LeaseObserver()
+        self.observer = observer or LeaseObserver()
 
     def refresh(self) -> None:
         """Read all runs whose state may have changed."""

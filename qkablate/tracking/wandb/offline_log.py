@@ -40,7 +40,7 @@ class OfflineLog:
 
 
 def read_log(file: Path) -> OfflineLog:
-    """Read a log; OSError where that fails, ValueError where it is not a log."""
+    """Read a log; OSError where that fails, ValueError where it has not been begun."""
     log = OfflineLog(file)
     try:
         for record in read_records(file, 0):
@@ -56,8 +56,8 @@ def read_log(file: Path) -> OfflineLog:
             log.ended |= kind == "exit"
     except ValueError as error:  # W&B may read further than this parser
         log.rejection = log.rejection or f"it is damaged: {error}"
-    if not log.id:
-        raise ValueError("it is not a log of W&B")
+    if not log.id and not log.rejection:
+        raise ValueError("it names no run")
     return log
 
 

@@ -62,6 +62,13 @@ def texts(pairs, split):
     return [tuple(pair) for pair in decoded]
 
 
+@pytest.mark.parametrize("kind", ["jsonl", "tsv", "csv"])
+def test_byte_order_mark_is_no_text(write, kind):
+    """Spreadsheets write it."""
+    pairs = open_data(write(f"pairs.{kind}", "\ufeff" + rows_of(kind)), MODEL)
+    assert sorted([pair for split in SPLITS for pair in texts(pairs, split)]) == sorted(ROWS)
+
+
 @pytest.mark.parametrize("tokenizer", ["bytes", "chars", "bpe"])
 @pytest.mark.parametrize("kind", ["jsonl", "tsv", "csv"])
 def test_files_are_read_and_split(write, kind, tokenizer):

@@ -25,6 +25,12 @@ def test_targets_are_sums_in_reading_order(held_out):
         assert str(int(second)) == second
 
 
+def test_every_leading_digit_is_equally_frequent():
+    numbers = [number for problem in draw()[0] for number in problem[:2] if len(number) > 1]
+    found = np.bincount([int(number[0]) for number in numbers])[1:]
+    assert found == pytest.approx([len(numbers) / 9] * 9, rel=0.2)
+
+
 def test_every_length_is_equally_frequent():
     problems, slices = draw()
     longest = [max(len(first), len(second)) for first, second, _ in problems]

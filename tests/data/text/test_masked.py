@@ -126,6 +126,17 @@ def test_a_split_is_read_whole_and_counted_by_document(text):
     assert val.slices == {}  # the accuracy is counted, too
 
 
+def test_a_single_document_is_counted_on_request(config, tmp_path):
+    file = tmp_path / "one.txt"
+    file.write_text("the cat sat on the mat and saw a dog\n" * 2_000)
+    one = dataclasses.replace(config, path=str(file))
+    for text in (open_data(one, ENCODER), open_data(one, ENCODER).corpus):
+        batch = next(text.split_batches("val", batch_size=2, context=40, by_document=True))
+        assert {*batch.slices[DOCUMENT].ravel().tolist()} == {0}
+        own = next(text.split_batches("val", batch_size=2, context=40))
+        assert DOCUMENT not in (own.slices or {})
+
+
 @pytest.mark.parametrize("limit", [None, 500])
 def test_a_training_split_shorter_than_validation_is_read_whole(config, limit):
     text = open_data(dataclasses.replace(config, max_tokens=1000), ENCODER)
