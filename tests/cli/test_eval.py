@@ -240,7 +240,7 @@ def test_mistake_is_one_line_before_any_work(evaluate, words, lines, monkeypatch
 
 
 def test_accuracy_of_a_task_is_that_of_training(qkablate, tmp_path):
-    """What no model can know is left out of that of induction."""
+    """Training does not count what no model can know."""
     sizes = [word for word in TINY if not word.startswith("model.context")]
     data = ["data=induction_short", "data.val_tokens=512", "data.test_tokens=512"]
     assert qkablate("train", *sizes, *data, "model.context=32").code == 0
