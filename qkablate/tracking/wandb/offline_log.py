@@ -57,7 +57,7 @@ def read_log(file: Path) -> OfflineLog:
     except ValueError as error:  # W&B may read further than this parser
         log.rejection = log.rejection or f"it is damaged: {error}"
     if not log.id and not log.rejection:
-        raise ValueError("it names no run")
+        raise ValueError("it is not a log of W&B: it names no run")
     return log
 
 
