@@ -135,13 +135,13 @@ class _ClaimRequest:
         from qkablate.config.sweep import SWEEP_KEYS, unquoted
 
         name, *rest = words
-        pairs = {}
+        pairs: dict[str, str] = {}
         for word in rest:
             key, equals, value = word.partition("=")
             if not equals or not key:
                 raise UserError(f"'{word}' is not key=value, as in scale=gpu or data=wikitext2")
-            if key in pairs:
-                raise UserError(f"{key}: given twice")
+            if key == "scale" and pairs.get(key, value) != value:
+                raise UserError(f"scale: given twice, '{pairs[key]}' and '{value}'")
             pairs[key] = value
         typed_scale = pairs.pop("scale", None)
         if typed_scale == "":

@@ -92,7 +92,7 @@ def _main(argv: list[str], ranks: Ranks) -> int:
         return loss
 
     argv = [word for word in argv if word not in _OWN_FLAGS]
-    refuse_repeated(argv, groups_only=True)
+    refuse_repeated(argv)
     words = {word.partition("=")[0] for word in argv}
     if words & {"--cfg", "-c"} and not words & _OTHER_CONFIGS:
         _check([word for word in argv if "=" in word and not word.startswith(("-", "hydra"))])

@@ -116,18 +116,17 @@ def split_words(words: list[str]) -> dict[str, str]:
     return choices
 
 
-def refuse_repeated(words: list[str], *, groups_only: bool = False) -> None:
-    """Raise UserError for a key, or a group, with two values, of which the first would be lost."""
-    given: dict[str, str] = {}
+def refuse_repeated(words: list[str]) -> None:
+    """Raise UserError for two choices of a variant or sweep, of which the first would be lost.
+
+    Of other keys the last value counts, as in Hydra: scripts append to the words of others.
+    """
+    chosen: dict[str, str] = {}
     for word in words:
         key, equals, value = word.lstrip("+").partition("=")
-        if not equals or word.startswith("-") or (groups_only and not is_group(key)):
-            continue
-        if given.setdefault(key, value) != value:
-            raise UserError(
-                f"{key}: given twice, '{given[key]}' and '{value}'; several values are written"
-                f" {key}=a,b"
-            )
+        if equals and key in ("variant", "sweep") and chosen.setdefault(key, value) != value:
+            instead = "; several are written variant=a,b" if key == "variant" else ""
+            raise UserError(f"{key}: chosen twice, '{chosen[key]}' and '{value}'{instead}")
 
 
 def sets_key(words: list[str], key: str) -> bool:
