@@ -257,10 +257,10 @@ def test_unexpected_error_of_one_run_is_its_own(tmp_path, undisturbed, monkeypat
     owner, name = (environment, "write") if name == "write_environment" else (result, name)
     original = getattr(owner, name)
 
-    def fill_disk(place, *args):
+    def fill_disk(place, *args, **options):
         if place in (plans[1].run, plans[1]):
             raise OSError(errno.ENOSPC, "No space left on device")
-        return original(place, *args)
+        return original(place, *args, **options)
 
     with monkeypatch.context() as patch:
         patch.setattr(owner, name, fill_disk)
