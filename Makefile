@@ -47,7 +47,7 @@ gpu: venv ## test and measure the GPU of this machine, as a table to paste; comp
 torture: venv ## inject hundreds of faults of each kind (under half an hour)
 	$(BIN)/python -m tests.torture
 
-# 105 runs or more choose the learning rates of four variants and the floor, 30 are compared.
+# 113 runs or more choose the learning rates of four variants and the floor, 30 are compared.
 pictures: venv ## train a tuned sweep and draw the figure of docs/reports.md (about half an hour of 2 idle cores)
 	$(BIN)/qkablate sweep variant=standard,merged_w,no_q,shared_qk 'seed=range(6)' model.layers=2 model.d_model=64 \
 		train.steps=1000 optim.lr=8e-3 precision=fp32 matmul=torch attention.kernel=math sweep.tune=true \

@@ -166,13 +166,11 @@ def write_variants() -> str:
         name = row["variant"]
         entry = VariantConfig(**variants()[name])
         layer = make_attention(ModelConfig(), resolve_variant(entry, ModelConfig()))
-        circuits = (layer.qk.match, layer.ov.match)
-        match = next((m for m in ("none", "spread") if m in circuits), "exact")
         svg = draw_variant(row["qk"], row["ov"], row["norm"], row["mask_self"])
         facts = {
             "equation": row["equation"],
             "parameters": row["parameters"],
-            "match": "" if name == "standard" else match,
+            "match": "" if name == "standard" else layer.match,
             "source": row["source"],
         }
         lines.append(f"## {name}\n\n{escape(first_comment(conf_dir() / f'variant/{name}.yaml'))}\n")

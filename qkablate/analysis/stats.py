@@ -20,6 +20,7 @@ MIN_PAIRS = 3  # for any decision: two equal numbers would have no spread at all
 _MIN_SKEWED = 6  # numbers from which their skewness is allowed for
 _MAX_EXACT = 16  # largest n for which all 2ⁿ sign flips are enumerated
 _FLIPS = 99_999  # random sign flips beyond that
+_MAX_BLOCK = 4_000_000  # signs that are drawn at once
 _RESAMPLES = 9_999
 _SPREAD_RESAMPLES = 1_999
 _MAX_SEEDS = 100_000  # limit of the search for a sample size
@@ -173,13 +174,16 @@ class Sample:
         """Two-sided p-value of the sign-flip permutation test; exact up to sixteen numbers."""
         if self.n < 2:
             return None
-        if exact := self.n <= _MAX_EXACT:
+        values, least = np.array(self.values), abs(math.fsum(self.values)) * (1 - 1e-12)
+        if self.n <= _MAX_EXACT:
             flipped = np.arange(2**self.n)[:, None] >> np.arange(self.n) & 1
-        else:
-            flipped = np.random.default_rng(0).integers(0, 2, (_FLIPS, self.n))
-        sums = np.abs((1 - 2 * flipped) @ np.array(self.values))
-        as_extreme = int(np.sum(sums >= abs(math.fsum(self.values)) * (1 - 1e-12)))
-        return as_extreme / len(sums) if exact else (as_extreme + 1) / (len(sums) + 1)
+            return float(np.mean(np.abs((1 - 2 * flipped) @ values) >= least))
+        rng, as_extreme = np.random.default_rng(0), 0
+        block = max(1, _MAX_BLOCK // self.n)  # of rows: all at once may be gigabytes
+        for start in range(0, _FLIPS, block):
+            flipped = rng.integers(0, 2, (min(block, _FLIPS - start), self.n))
+            as_extreme += int(np.sum(np.abs((1 - 2 * flipped) @ values) >= least))
+        return (as_extreme + 1) / (_FLIPS + 1)
 
 
 def describe_sample(sample: Sample) -> Estimate:
@@ -371,8 +375,8 @@ def _sampled_sd(n: int) -> np.ndarray:
 
 
 def exp(value: float) -> float:
-    """Return e to a power, infinite where it is too large for a float."""
-    return math.exp(value) if value < 709 else math.inf
+    """Return e to a power, infinite where it is too large for a float; nan of nan."""
+    return math.inf if value >= 709 else math.exp(value)
 
 
 def detectable_effect(

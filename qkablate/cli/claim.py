@@ -268,7 +268,7 @@ def _format_row(row: dict[str, Any]) -> list[str]:
     if row["untestable"]:
         facts.append("not testable yet")
     else:
-        state = "not run here, published" if row["published"] else "not run"
+        state = "not run here, has published runs" if row["published"] else "not run"
         facts.append(", ".join(row["verdicts"]) or state)
         facts += [", ".join(row["measures"]), f"n = {'/'.join(map(str, row['seeds']))}"]
         minutes = row["minutes_here"]
@@ -314,7 +314,7 @@ def _show(request: _ClaimRequest, as_json: bool) -> int:
         published = reuse.is_published(PUBLISHED, claim)
         state = f"not run yet in '{request.out}'"
         state += "" if os.path.isdir(request.out) else ", which does not exist"
-        state += f"; published in {PUBLISHED}" * published
+        state += f"; published runs in {PUBLISHED}" * published
         for line in (*format_claim(claim), "", state):
             print_text(line, " " * 10)
         shown = ["claim", "show", claim.name, f"out={PUBLISHED}"]

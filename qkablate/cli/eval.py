@@ -51,8 +51,9 @@ with standard errors and 95 % intervals over documents. They hold for these runs
 on other texts, not for other seeds: `qkablate results` compares variants.
 
 Keys
-  data=NAME          the data, and all of data.* as in train; a key that is not
-                     given is the run's, unless it is a path
+  data=NAME          the data, with the defaults of NAME but the run's
+                     tokenizer, vocabulary and objective; without it a key of
+                     data.* that is not given is the run's, unless it is a path
   data.cache=FOLDER  where prepared data is (default: as in train)
   tokens=N|all       tokens to read (default: of the run's own data as many as
                      in training, otherwise all)

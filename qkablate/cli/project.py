@@ -47,8 +47,8 @@ own run from scratch is used if it exists. So a gap is split:
                 not find
 
 The learning rate of fine-tuning is 0.3 of RUN's (optim.lr), with a warm-up of a
-twentieth of the steps. From scratch the variant is trained at RUN's rate; if
-there are runs at other rates, all else equal, the one with the lowest
+fifth of the steps (optim.warmup). From scratch the variant is trained at RUN's
+rate; if there are runs at other rates, all else equal, the one with the lowest
 validation loss is used. If there are none, another rate may be better, and
 `training` is overestimated. Several RUNs are one arm with several seeds: each
 gap then has its mean and its interval.

@@ -35,7 +35,7 @@ class DataConfig:
     source: str = data_key("stdlib", "source of the data; choose it with data=…", choices=_SOURCES)
     path: str | None = key(None, "file, folder or pattern to read", _PLACE, used_by=_FILES)
     name: str | None = key(
-        None, "name on the Hub, a local folder, or text, json, parquet", _PLACE, used_by=_HUB
+        None, "name on the Hub, a local folder, or text, json, csv, parquet", _PLACE, used_by=_HUB
     )
     files: str | None = key(None, "path, pattern or URL", _PLACE, used_by=_HUB)
     subset: str | None = data_key(None, "configuration of a data set with several", used_by=_HUB)

@@ -61,9 +61,9 @@ class VariantConfig:
     )
     lr: int | float | str = training_key(
         "between",
-        "learning-rate multiplier of the changed circuit (of QK if none is changed): a number, or"
-        " same (1), matched (the circuit moves as fast as standard's) or between (their geometric"
-        " mean)",
+        "learning-rate multiplier of the changed circuit (of QK if neither has a matched one): a"
+        " number, or same (1), matched (the circuit moves as fast as standard's) or between (their"
+        " geometric mean)",
         bounds=(1e-6, 1e6),
         choices=("between", "matched", "same"),
     )
@@ -315,7 +315,7 @@ class TrackingConfig:
     entity: str | None = logging_key(None, "W&B entity; null: WANDB_ENTITY")
     group: str | None = logging_key(None, "W&B group; null: the arm, or the sweep")
     job_type: str | None = logging_key(None, "W&B job type; null: variant and size")
-    tags: list[str] = logging_key([], "W&B tags in addition to the variant's name")
+    tags: list[str] = logging_key([], "W&B tags in addition to the variant and the data")
     artifacts: bool = logging_key(False, "true: upload the last checkpoint to W&B, too")
     log_every: int = logging_key(10, "steps between rows of training metrics", bounds=(1, BIG))
 

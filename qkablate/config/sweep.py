@@ -114,7 +114,8 @@ class EngineConfig:
     )
     address: str | None = launch_key(
         None,
-        "null: a cluster on this machine, for this sweep; auto or HOST:PORT: a running one",
+        "null: a cluster on this machine, for this sweep; auto, HOST:PORT or ray://HOST:PORT: a"
+        " running one",
         used_by=("ray",),
     )
     cpus: int | None = launch_key(None, "CPU cores of a run", bounds=(1, 4096), used_by=_CLUSTERS)

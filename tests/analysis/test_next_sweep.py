@@ -119,6 +119,18 @@ def test_runs_without_a_gap_lead_to_no_sweep(cached_world):
     assert proposed(world, losses(CLEAR)) is None
 
 
+def test_longer_runs_are_no_remedy_for_a_baseline_that_diverged(cached_world):
+    loss = losses(CLEAR)
+
+    def outcome(run):
+        is_out = run.arm.startswith("standard") and run.changes["seed"] == 1
+        return "diverged" if is_out else loss(run)
+
+    words = ("variant=standard,no_q", "seed=range(6)", "sweep.floor=true")
+    command = proposed(cached_world(*words, "sweep.name=made"), outcome)
+    assert not any(word.startswith("train.steps") for word in command or [])
+
+
 @pytest.mark.parametrize(("lead", "name"), [(-0.1, "made-longer"), (1.0, "made-tuned")])
 def test_weights_by_position_have_to_be_beaten_first(cached_world, lead, name):
     words = ("variant=standard,no_q,static_scores", "seed=range(3)", "sweep.name=made")

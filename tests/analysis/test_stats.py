@@ -9,6 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from scipy import integrate, optimize, special, stats
 
+from qkablate.analysis import stats as stats_module
 from qkablate.analysis.comparison.curves import Curve, fit_slopes
 from qkablate.analysis.stats import (
     MIN_PAIRS,
@@ -82,6 +83,7 @@ def bca_by_hand(values, resamples=20_000):
 def test_power_beyond_a_float_is_infinite():
     assert exp(800.0) == math.inf
     assert exp(1.0) == math.e
+    assert math.isnan(exp(math.nan))
 
 
 def test_example_of_student_1908():
@@ -291,6 +293,14 @@ def test_random_signs_are_close_to_all_of_them(n, mean):
     exact = signs_by_brute_force(sample.values)
     error = math.sqrt(exact * (1 - exact) / 99_999)
     assert sample.sign_flip == pytest.approx(exact, abs=4 * error + 2e-5)
+
+
+def test_random_signs_of_many_numbers_are_drawn_in_blocks(monkeypatch):
+    """All signs of a thousand numbers would take gigabytes."""
+    values = sample_normals(40, mean=0.3).values
+    expected = Sample(values).sign_flip
+    monkeypatch.setattr(stats_module, "_MAX_BLOCK", 1_000)
+    assert Sample(values).sign_flip == expected
 
 
 @pytest.mark.parametrize("n", [17, 40])

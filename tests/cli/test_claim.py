@@ -455,7 +455,7 @@ def test_list_says_which_claims_are_published(qkablate, monkeypatch):
     monkeypatch.setattr(estimate, "measure_pace", lambda config, vocabulary: 0.5)
     monkeypatch.chdir(Path(__file__).parents[2])
     done = qkablate("claim", "list", "out=nowhere")
-    assert "\nqq_worse · not run here, published · gap" in done.out
+    assert "\nqq_worse · not run here, has published runs · gap" in done.out
     assert proposed_commands(done)[0] == ["qkablate", "claim", "list", "out=docs/study/results"]
     rows = json.loads(qkablate("claim", "list", "out=nowhere", "--json").out)
     archives = [path.name for path in Path("docs/study/results").glob("*.json.gz")]

@@ -237,10 +237,13 @@ def _warn_of_documents(parts: list[PartJudgement], alpha: float) -> list[PartJud
 def _add_document_error(judged: PartJudgement) -> Part:
     """Return a part about a gap with the variance over documents, which no decision includes."""
     part, spec = judged.part, judged.comparison.spec
-    errors = [gap.document_error for gap in judged.gaps]
     if spec.of != "gap" or spec.horizon in OVER_LENGTHS:
         return part
-    variance = math.fsum(error.se**2 for error in errors if error is not None)
+    if spec.than is not None and (shared := judged.gaps[0].document_error_beside(judged.gaps[1])):
+        errors = [shared]  # the same documents: the two errors are not independent
+    else:
+        errors = [error for gap in judged.gaps if (error := gap.document_error) is not None]
+    variance = math.fsum(error.se**2 for error in errors)
     extra = part.sample.extra_variance + variance
     return dataclasses.replace(part, sample=dataclasses.replace(part.sample, extra_variance=extra))
 
@@ -276,6 +279,9 @@ def _audit_part(
     if not measure.is_of_runs:
         # Nothing of the training moves what is counted, or measured apart from it.
         return [check for check in checks if check.name in ("matched", "machine", "kernel")]
+    if spec.of not in ("gap", "accuracy", "exact"):
+        other = AuditCheck("documents", OK, f"not needed: {measure.noun} is not of the test split")
+        checks = [other if check.name == "documents" else check for check in checks]
     if unmeasured := [run.seed_label for gap in gaps for run in measure.find_unmeasured(gap)]:
         pairs = f"{len(unmeasured)} of {sum(len(gap.runs) for gap in gaps)} pairs"
         text = f"the {measure.noun} of {pairs} is not known: {', '.join(unmeasured)}"
@@ -283,8 +289,8 @@ def _audit_part(
         checks = [lost if check.name == "pairs" else check for check in checks]
     if measure.unit is not Unit.NATS:
         text = f"the rates were tuned for the validation loss, not for {measure.noun}"
-        other, tuned = AuditCheck("learning rate", WARNING, text), ("learning rate", OK)
-        checks = [other if (check.name, check.state) == tuned else check for check in checks]
+        untuned, tuned = AuditCheck("learning rate", WARNING, text), ("learning rate", OK)
+        checks = [untuned if (check.name, check.state) == tuned else check for check in checks]
         leads = [lead for gap in gaps if (lead := measure.lead(gap)) is not None]
         is_share = measure.unit is Unit.SHARE
         if is_share and leads and not is_sensitive(min(leads), spec.margin):
@@ -314,12 +320,16 @@ def _make_part(comparison: Comparison, gaps: list[Gap], solo: Mapping[str, list[
     }
     failures = [risks for g in gaps if (risks := measure.failures(g)) is not None]
     raising, lowering = zip(*failures, strict=True) if failures else ((), ())
-    if than is not None and failures:  # what raises the gap that is subtracted lowers the rest
-        (first, second), (other, another) = failures
-        raising, lowering = (first, another), (second, other)
     above, below = gap.arm_diverged, gap.baseline_diverged
-    if than is not None:  # a diverged run of it opens the other side
-        above, below = above + than.baseline_diverged, below + than.arm_diverged
+    if than is not None:  # what raises the gap that is subtracted lowers the rest
+        is_shared = gap.baseline.name == than.baseline.name  # then its losses cancel
+        if failures:
+            (first, second), (other, another) = failures
+            raising, lowering = (first, another), (second, other)
+            if is_shared:
+                raising, lowering = (first,), (other,)
+        above += 0 if is_shared else than.baseline_diverged
+        below = than.arm_diverged + (0 if is_shared else below)
     if not measure.sample.is_signed:  # whichever arm fails, the size of a gap may grow or shrink
         above, below = above + below, 0
         raising = lowering = (*raising, *lowering)

@@ -107,10 +107,11 @@ class Measure:
                     f" train.eval_every={every} gives {steps // every} on {source};"
                     f" set train.eval_every={max(1, steps // (2 * MIN_READINGS))}"
                 )
-            if self.sample is Course and steps // every >= MAX_READINGS:
+            evaluations = steps // every + (steps % every > 0)  # besides that of step 0
+            if self.sample is Course and evaluations >= MAX_READINGS:
                 raise UserError(
                     f"{where}: {self.name} tests every evaluation, of {MAX_READINGS - 1} at most,"
-                    f" and train.eval_every={every} gives {steps // every} on {source};"
+                    f" and train.eval_every={every} gives {evaluations} on {source};"
                     f" set train.eval_every={math.ceil(steps / (MAX_READINGS // 2))}"
                 )
             if self.arm_cost is not None and not self.arm_cost(arm):
@@ -166,12 +167,12 @@ class Measure:
         """
         is_lead_in_costs = self.unit is Unit.SHARE or self.is_censored
         if is_lead_in_costs and gap.compares_attention:
-            if gap.floor is None:
+            if gap.floor is None or gap.floor.baseline_diverged:
                 return None
             # A floor that never reaches the loss is behind by more than any margin.
             sample = Median if self.is_censored else self.sample
             interval = sample(tuple(self.costs(gap.floor).values())).interval(1 - 2 * ALPHA)
-            return interval and (-math.inf if gap.floor.baseline_diverged else interval[0])
+            return interval and interval[0]
         return gap.lead if self.unit is Unit.NATS and self.name != "spread" else math.inf
 
     def failures(self, gap: Gap) -> tuple[FailureRisk, FailureRisk] | None:
@@ -288,7 +289,12 @@ _ALL = (
     Measure("gap", "test loss", Unit.NATS, pair_cost=_excess(lambda r: r.loss)),
     Measure("spread", "spread of the gap from pair to pair", Unit.NATS, Spread, kinds=_SIZES),
     Measure(
-        "course", "largest gap of the training", Unit.NATS, Course, kinds=_SIZES, needs_curve=True
+        "course",
+        "largest mean distance after the warm-up",
+        Unit.NATS,
+        Course,
+        kinds=_SIZES,
+        needs_curve=True,
     ),
     Measure(
         "train_loss", "training loss", Unit.NATS, pair_cost=_excess(lambda r: r.final_train_loss)

@@ -54,12 +54,14 @@ def load_claim(word: str, scale: str = "small", words: Mapping[str, str] | None 
     try:
         text = path.read_text(encoding="utf-8")
         content = yaml.safe_load(text)
+        _check_repetition(yaml.compose(text, yaml.SafeLoader))
     except OSError as error:
         raise UserError(f"'{path}': {error.strerror}") from None
+    except UserError as error:
+        raise UserError(f"{path.name}: {error}") from None
     except (yaml.YAMLError, ValueError, RecursionError) as error:
         raise UserError(f"'{path}' is not YAML: {' '.join(str(error).split())}") from None
     try:
-        _check_repetition(yaml.compose(text, yaml.SafeLoader))
         return parse_claim(path.stem, content, scale, words or {})
     except UserError as error:
         raise UserError(f"{path.name}: {error}") from None
@@ -310,9 +312,11 @@ def _selector(where: str, value: Any, grid: Mapping[str, str]) -> dict[str, Any]
     selector = {"variant": value} if isinstance(value, str) else _map(where, value)
     if not selector:
         raise UserError(f"{where}: selects no arm")
-    for key in selector:
+    for key, leaf in selector.items():
         if key != "variant" and key not in KEYS:
             raise UserError(f"{where}: {no_such_key(key)}")
+        if isinstance(leaf, list | dict):
+            raise UserError(f"{where}: {key}: must be a single value; a part compares two arms")
     variant = selector.get("variant", "standard")
     if variant not in variants() and "variant.file" not in grid:
         problem = not_one_of(str(variant), variants(), "qkablate variants")

@@ -16,7 +16,7 @@ from qkablate.runs.records import is_number
 from qkablate.sweeps.planning.floors import floor_sites, is_position_only
 from qkablate.sweeps.planning.manifest import FLOOR, POSITION
 from qkablate.sweeps.planning.tuning_losses import OUTLIER, SOLVED
-from qkablate.table import format_list
+from qkablate.table import format_count, format_list
 
 ANNEALED = 0.1  # of the peak: largest final learning rate of an annealed run
 _MANY = 0.25  # of an arm's runs: as many failures are no rare ones
@@ -72,7 +72,7 @@ def audit(
     done = [record for pair in pairs for record in pair]
     answers = {
         "runs": _check_completeness(sides),
-        "pairs": _check_pairs(gap),
+        "pairs": _check_pairs(gap, in_claim),
         "learning rate": _check_rates(gap, curves, margin or detectable, in_claim),
         "annealed": _check_annealing(sides),
         "optimizer": _check_optimizer(gap, curves),
@@ -137,10 +137,13 @@ def _check_completeness(sides: Sides) -> Answer:
     return OK, f"all {sum(len(entry.records) for entry in sides)} are done"
 
 
-def _check_pairs(gap: Gap) -> Answer:
+def _check_pairs(gap: Gap, in_claim: bool) -> Answer:
     n = len(gap.pairs)
     if gap.unpaired:
         return WARNING, f"{n}; runs without a partner: {_group_by_reason(gap.unpaired)}"
+    if n < MIN_PAIRS and in_claim:  # whose seeds are declared
+        untuned = " and ".join(entry.name for entry in gap.sides if not entry.records)
+        return WARNING, f"{n}" + f"; {untuned} has no runs but those of the search" * bool(untuned)
     if n < MIN_PAIRS:
         more = "more seeds: 'seed=range(6)'"
         if gap.arm.arm.is_finetuned:
@@ -353,6 +356,8 @@ def _check_floor(gap: Gap, margin: float | None) -> Answer:
         text += " (in a sweep, sweep.floor=true trains one)"
         return NOTE if margin is None else WARNING, text
     name, baseline = gap.floor.arm.name, gap.baseline.name
+    if gap.floor.baseline_diverged:
+        return WARNING, f"unknown: {_format_diverged(gap.floor)}"
     if gap.lead is None:
         return WARNING, f"unknown: fewer than two pairs with {name}"
     if gap.is_at_floor:
@@ -362,6 +367,11 @@ def _check_floor(gap: Gap, margin: float | None) -> Answer:
     if is_sensitive(gap.lead, margin or 0.0):
         return OK, text
     return WARNING, f"{text}, less than {MARGINS} margins of {margin:g}"
+
+
+def _format_diverged(reference: Gap) -> str:
+    runs = format_count(reference.baseline_diverged, "run")
+    return f"{runs} of {reference.baseline.name} diverged, so that its mean has no bound"
 
 
 def _reference_words(variant: str, gap: Gap) -> str:
@@ -377,6 +387,8 @@ def _check_content(gap: Gap, margin: float | None) -> Answer:
     if any(is_position_only(entry.arm) for entry in gap.sides):
         return OK, "not needed: this is a comparison with weights by position"
     reference = gap.content
+    if reference is not None and reference.baseline_diverged:
+        return NOTE, f"unknown: {_format_diverged(reference)}"
     bounds = None if reference is None else reference.bounds(1 - 2 * ALPHA)
     if reference is None or bounds is None:
         if gap.arm.arm.is_finetuned:

@@ -10,8 +10,13 @@ from scipy import stats
 
 from qkablate.analysis.outliers import find_outliers
 from qkablate.analysis.stats import ALPHA, Estimate, Interval, Sample, describe_sample, holm
-from qkablate.analysis.study.document_error import DocumentError, document_error
+from qkablate.analysis.study.document_error import (
+    DocumentError,
+    document_error,
+    error_of_difference,
+)
 from qkablate.analysis.study.study import Entry, Record, Seeds, Study
+from qkablate.runs.document_losses import DocumentLosses
 from qkablate.table import format_part
 
 ROUNDING_PAIR = {"standard", "standard_reassociated"}
@@ -55,9 +60,14 @@ class Gap:
 
     @cached_property
     def lead(self) -> float | None:
-        """One-sided 95 % bound by which the baseline beats the floor; None if unknown."""
+        """One-sided 95 % bound by which the baseline beats the floor.
+
+        None if it is unknown: also where a run of the baseline diverged.
+        """
         if not self.compares_attention:
             return math.inf  # no floor is needed
+        if self.floor and self.floor.baseline_diverged:
+            return None
         interval = self.floor.bounds(1 - 2 * ALPHA) if self.floor else None
         return interval[0] if interval else None
 
@@ -105,7 +115,15 @@ class Gap:
     @cached_property
     def document_error(self) -> DocumentError | None:
         """Standard error over the documents of the test split, which no interval here includes."""
-        return document_error([(a.document_losses, b.document_losses) for a, b in self.runs])
+        return document_error(self._document_losses)
+
+    def document_error_beside(self, other: "Gap") -> DocumentError | None:
+        """Return that standard error of this gap less another one on the same documents."""
+        return error_of_difference(self._document_losses, other._document_losses)
+
+    @property
+    def _document_losses(self) -> list[tuple[DocumentLosses | None, DocumentLosses | None]]:
+        return [(run.document_losses, other.document_losses) for run, other in self.runs]
 
     @cached_property
     def correlation(self) -> float | None:

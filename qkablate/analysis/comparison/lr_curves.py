@@ -11,6 +11,7 @@ from qkablate.analysis.study.study import Study, known_losses, tuning_losses
 from qkablate.sweeps.planning.manifest import Rates
 from qkablate.sweeps.planning.surface import Surface, choose_rates, find_surface
 from qkablate.sweeps.planning.tuning_losses import (
+    RULES,
     Losses,
     find_best_rates,
     find_outlying_rates,
@@ -31,6 +32,7 @@ class LrCurve:
     losses: Losses
     matched_lr: float = 1.0  # of the arm's circuit
     chosen: Rates | None = None  # by the search, if there was one
+    rules: int = RULES  # of the search
 
     @property
     def lacks_circuit_rates(self) -> bool:
@@ -55,7 +57,7 @@ class LrCurve:
     @cached_property
     def best(self) -> Rates | None:
         """Rates with the smallest mean loss, or in the middle of those that solve a task."""
-        return find_best_rates(self.losses)
+        return find_best_rates(self.losses, self.rules)
 
     def is_tuned(self, rates: Rates | None) -> bool:
         """Return whether these are the best rates tried, those that tuning chooses, or between."""
@@ -148,8 +150,9 @@ def find_lr_curves(study: Study) -> dict[str, LrCurve]:
                 losses.setdefault(entry.arm.name, {})[entry.rates] = known
         losses = {arm: by_rates for arm, by_rates in losses.items() if len(by_rates) >= 3}
     chosen = {arm: search.rates for arm, search in study.lr_searches.items()}
+    rules = RULES if study.manifest is None else study.manifest.tuning_rules
     return {
-        arm: LrCurve(arm, by_rates, study.arms[arm].matched_lr, chosen.get(arm))
+        arm: LrCurve(arm, by_rates, study.arms[arm].matched_lr, chosen.get(arm), rules)
         for arm, by_rates in losses.items()
         if by_rates
     }

@@ -307,7 +307,7 @@ def make_margin_tests(gaps: Sequence[Gap], margin: float) -> list[MarginTest]:
 
 def _find_seeds(sample: stats.Sample, margin: float, alpha: float) -> int | None:
     """Return the number of seeds that show equivalence if the true gap is zero."""
-    if not sample.sd:
+    if not sample.sd and not sample.extra_variance:
         return stats.MIN_PAIRS
     return stats.required_n(
         lambda n: stats.power_equivalence(0.0, margin, sample.spread_at(n), n, alpha)

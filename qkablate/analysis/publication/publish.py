@@ -11,11 +11,11 @@ from qkablate.analysis.claims.registry import FILE, Registration
 from qkablate.analysis.publication.archive import SUFFIX, Archive, read_archive, refuse_malformed
 from qkablate.analysis.publication.encoding import Fields, pack_curve
 from qkablate.analysis.study.loss_curves import TRAIN, VAL
-from qkablate.analysis.study.study import Record, as_dict, make_record
+from qkablate.analysis.study.study import Record, as_dict, edits_checksum, make_record
 from qkablate.config import Config, flatten
 from qkablate.disk import hold_lock, make_folder, read_file
 from qkablate.errors import UserError
-from qkablate.runs.records import list_environments, read_json, sha256
+from qkablate.runs.records import list_environments, read_json
 from qkablate.strict_json import hash_json, parse_json
 from qkablate.sweeps.planning.manifest import MANIFEST_FILE, SweepRun, read_manifest
 from qkablate.sweeps.running.solo_results import FILE as SOLO
@@ -156,13 +156,12 @@ def _pack_environment(environment: Mapping[str, Any]) -> Fields:
     versions, machine, code = (
         as_dict(environment.get(part)) for part in ("versions", "machine", "code")
     )
-    diff = str(code.get("diff") or "")
     return {
         "versions": versions,
         "machine": {key: machine[key] for key in _MACHINE if key in machine},
         "code": {
             "commit": code.get("commit"),
-            "edits": code.get("edits") or (sha256(diff.encode())[:6] if diff else ""),
+            "edits": edits_checksum(code),
         },
     }
 

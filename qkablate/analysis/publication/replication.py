@@ -82,8 +82,8 @@ def _difference_interval(first: Sample, second: Sample, level: float) -> Interva
         reach = float(stats.t.ppf((1 + level) / 2, freedom)) * math.sqrt(variance)
         return difference - reach, difference + reach
     ends = first.interval(level), second.interval(level)
-    if ends[0] is None or ends[1] is None:
-        return None
+    if ends[0] is None or ends[1] is None or (-math.inf, math.inf) in ends:
+        return None  # what is not known agrees with nothing
     low, high = ends[1][0] - ends[0][1], ends[1][1] - ends[0][0]
     # Of two infinite ends the difference may be any number.
     return -math.inf if math.isnan(low) else low, math.inf if math.isnan(high) else high

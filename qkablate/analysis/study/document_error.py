@@ -40,8 +40,29 @@ def document_error(
     count = len(tokens)
     if count < 2 or not all(np.array_equal(r.tokens, tokens) for pair in known for r in pair):
         return None
-    difference = np.mean([run.losses - other.losses for run, other in known], axis=0)
-    return DocumentError(ratio_error(difference, tokens), count)
+    return DocumentError(ratio_error(_mean_difference(known), tokens), count)
+
+
+def error_of_difference(
+    pairs: Sequence[tuple[DocumentLosses | None, DocumentLosses | None]],
+    others: Sequence[tuple[DocumentLosses | None, DocumentLosses | None]],
+) -> DocumentError | None:
+    """Estimate the error of a gap less another one on the same documents; None on others."""
+    if document_error(pairs) is None or document_error(others) is None:
+        return None
+    known, subtracted = (
+        [(run, other) for run, other in own if run is not None and other is not None]
+        for own in (pairs, others)
+    )
+    tokens = known[0][0].tokens
+    if not np.array_equal(tokens, subtracted[0][0].tokens):
+        return None
+    difference = _mean_difference(known) - _mean_difference(subtracted)
+    return DocumentError(ratio_error(difference, tokens), len(tokens))
+
+
+def _mean_difference(pairs: Sequence[tuple[DocumentLosses, DocumentLosses]]) -> np.ndarray:
+    return np.asarray(np.mean([run.losses - other.losses for run, other in pairs], axis=0))
 
 
 def ratio_error(sums: np.ndarray, counts: np.ndarray) -> float:

@@ -18,6 +18,7 @@ from qkablate.config import (
     has_role,
     keys_with,
 )
+from qkablate.config.data import DATA_KEYS
 from qkablate.config.variant import without_sizes
 from qkablate.errors import UserError
 from qkablate.runs.lease import LeaseObserver
@@ -96,8 +97,13 @@ def _read_run(folder: Path, arms: dict[str, Arm]) -> tuple[SweepRun, str]:
 
 
 def _check(config: Config) -> None:
-    """Check a frozen config, in which a schedule without cool-down has cooldown 0."""
-    optim = config.optim
+    """Check a frozen config, in which a schedule without cool-down has cooldown 0.
+
+    An archive may have a cache of data that is generated.
+    """
+    optim, data = config.optim, config.data
+    if "cache" not in DATA_KEYS.get(data.source, ("cache",)):
+        config = dataclasses.replace(config, data=dataclasses.replace(data, cache=None))
     if optim.schedule != "wsd" and optim.cooldown == 0:
         optim = dataclasses.replace(optim, cooldown="auto")
     check(dataclasses.replace(config, optim=optim))

@@ -459,10 +459,15 @@ def read_facts(folder: Path, result: Mapping[str, Any]) -> dict[str, Any]:
 def _read_code(environment: Mapping[str, Any]) -> str | None:
     """Return the commit, with a short checksum of edits to it; None without a commit."""
     code = as_dict(environment.get("code"))
-    diff = str(code.get("diff") or "")
-    edits = str(code.get("edits") or "") or (sha256(diff.encode())[:6] if diff else "")
+    edits = edits_checksum(code)
     commit = str(code["commit"])[:10] if code.get("commit") else None
     return f"{commit}+{edits}" if commit and edits else commit
+
+
+def edits_checksum(code: Mapping[str, Any]) -> str:
+    """Return the short checksum of uncommitted edits; empty without any."""
+    diff = str(code.get("diff") or "")
+    return str(code.get("edits") or "") or (sha256(diff.encode())[:6] if diff else "")
 
 
 def as_dict(value: object) -> dict[str, Any]:

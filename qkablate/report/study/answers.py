@@ -1,25 +1,29 @@
 """The table of the study's answers, and what limits them."""
 
 from qkablate.analysis.claims.judgement import Judgement
+from qkablate.analysis.claims.verdict import is_deciding
 from qkablate.analysis.comparison.audit import LIMITS
 from qkablate.analysis.comparison.decision import Verdict
 from qkablate.report.study.claims import StudiedClaim
 from qkablate.report.study.costs import LEVEL, format_costs
-from qkablate.report.study.questions import ANSWER_OF, ask_claim, find_question
+from qkablate.report.study.multiplicity import find_fragile
+from qkablate.report.study.questions import ANSWER_OF, PARTLY_NO, ask_claim, find_question
 from qkablate.report.text.table import Markdown, Table, escape_markdown, format_markdown
 
 _COST = f"cost of the variant (+: worse) or what is named, {100 * LEVEL:g} % interval"
 # What limits an answer, by the check of the audit that warns of it; the table has the marks.
 NOTES = {
-    "learning rate": "a finer search for learning rates may change the answer",
+    "learning rate": "a finer search for learning rates, or for accuracies one that compares"
+    " accuracies, may change the answer",
     "documents": "other test documents may change the answer; no interval here varies over them",
     "content": "standard is not shown to be better than `static_scores`, a learned table of weights"
     " by position that looks at no token, so the answer may be about attention by position only (in"
     " the settings of other decided answers that was mostly not measured)",
-    "n-grams": "standard's loss is not below that of the best n-gram of the same text",
+    "n-grams": "in a part that decides, the loss of the model compared with is not below that of"
+    " the best n-gram of the same text",
     "extrapolation": "the losses at ∞ tokens are extrapolated",
 }
-_MARKS, _DOUBT = dict(zip(NOTES, "¹²³⁴⁵", strict=True)), "†"
+_MARKS, _DOUBT, _FRAGILE = dict(zip(NOTES, "¹²³⁴⁵", strict=True)), "†", "‡"
 
 
 def format_answers(claims: list[StudiedClaim], most: int = 1, *, linked: bool = False) -> str:
@@ -30,6 +34,7 @@ def format_answers(claims: list[StudiedClaim], most: int = 1, *, linked: bool = 
     """
     rows: list[list[str]] = []
     asked, found = None, set[str]()
+    fragile = {id(part) for part in find_fragile([p for one in claims for p in one.deciding])}
     for studied in claims:
         judged, name = studied.judgement, studied.claim.name
         if not judged.has_ended:
@@ -45,7 +50,10 @@ def format_answers(claims: list[StudiedClaim], most: int = 1, *, linked: bool = 
         # That rare outliers are excluded stands beside the table, and which parts in the section.
         marks = [_MARKS[limit] for limit in judged.limits]
         marks += [_DOUBT] if studied.doubt else []
-        answer = " ".join([f"{ANSWER_OF[judged.word]} ({word})", *marks])
+        decides = [part for part in judged.parts if is_deciding(part.word, judged.word)]
+        if judged.is_conclusive and any(id(part) in fragile for part in decides):
+            marks.append(_FRAGILE)
+        answer = " ".join([f"{_answer(judged)} ({word})", *marks])
         found |= {*marks}
         costs = Markdown("<br>".join(map(escape_markdown, format_costs(studied, most))))
         rows.append([Markdown(asks), answer, costs, str(judged.n)])
@@ -57,7 +65,19 @@ def format_answers(claims: list[StudiedClaim], most: int = 1, *, linked: bool = 
     ]
     if _DOUBT in found:
         notes.append(f"- {_DOUBT} in doubt: one part is not to be relied on; its section says why")
+    if _FRAGILE in found:
+        notes.append(
+            f"- {_FRAGILE} alone: a part that decides is undecided if the tests are adjusted for"
+            " all claims, not for each alone"
+        )
     return "\n".join([table.partition("\n\n")[2].strip(), "", *notes]).strip() + "\n"
+
+
+def _answer(judgement: Judgement) -> str:
+    """Return yes, no, or partly no where some parts of a claim that does not hold are supported."""
+    answer = ANSWER_OF[judgement.word]
+    are_some = any(part.word == Verdict.SUPPORTED for part in judgement.parts)
+    return PARTLY_NO if answer == "no" and are_some else answer
 
 
 def _format_word(judgement: Judgement) -> str:

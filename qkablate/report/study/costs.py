@@ -67,7 +67,8 @@ def _format_cost(judged: PartJudgement, text: str) -> str:
     else:
         if has_other_sign(judged):
             mean, low, high = -mean, -high, -low
-        value = f"{mean:+.3f} [{low:+.3f}, {high:+.3f}] {_unit(spec)}"
+        sign = "+" if part.sample.is_signed else ""
+        value = f"{mean:{sign}.3f} [{low:{sign}.3f}, {high:{sign}.3f}] {_unit(spec)}"
     return f"{text}: {value}"
 
 
@@ -139,9 +140,11 @@ def _format_arms(spec: PartSpec) -> str:
     is_plain = against.get("variant") == "standard" and all(
         arm.get(key, value) == value for key, value in against.items() if key != "variant"
     )
-    than = f" minus {_format_side(spec.than)}" if spec.than else ""
+    if spec.than and is_plain:
+        return f"cost of {_format_side(arm)} minus that with {_format_side(spec.than)}"
     if is_plain:
-        return _format_side(arm) + than
+        return _format_side(arm)
+    than = f" minus {_format_side(spec.than)}" if spec.than else ""
     shared = {key: value for key, value in arm.items() if against.get(key) == value}
     if shared.keys() in (arm.keys(), against.keys()):
         shared = {}  # one side has nothing but these

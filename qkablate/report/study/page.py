@@ -27,9 +27,7 @@ from qkablate.report.study.pictures import (
     draw_pictures,
     read_hash,
 )
-from qkablate.report.study.questions import (
-    find_question,
-)
+from qkablate.report.study.questions import ask_claim, find_question, rank_claim
 from qkablate.report.text.claims import (
     format_audit,
     format_details,
@@ -54,7 +52,7 @@ How to read the table:
   model compared with is lower, or its accuracy higher, than with uniform averaging in the same
   setting.
 - REFUTED: the interval excludes what the claim says. EQUIVALENT: it excludes that and lies within
-  ± the margin. UNDERPOWERED: undecided. The marks ¹ to ⁴ are shown for decided answers only.
+  ± the margin. UNDERPOWERED: undecided. The marks are shown for decided answers only.
 - Most verdicts assume that failed runs are no more frequent than was observed; each section says
   how many would overturn its own.
 - Intervals are of 90 %, so that their ends are one-sided bounds of 95 %. Tests that refute a claim
@@ -89,7 +87,8 @@ def make_page(
     parts += [format_anchors(claims, histories)]
     parts += [_format_open(open_claims)] if open_claims else []
     page = "\n\n".join(parts) + "\n"
-    return {PAGE: page.encode(), SNIPPET: format_answers(claims).encode()}
+    snippet = format_answers(claims) + _format_unanswered(claims, open_claims)
+    return {PAGE: page.encode(), SNIPPET: snippet.encode()}
 
 
 def write_study(study: Path) -> list[Path]:
@@ -141,6 +140,21 @@ def _format_answer(claims: list[StudiedClaim], open_claims: list[Claim], picture
         lines += ["", f"Not decided yet, with some of their runs: {format_list(links)}."]
     lines += ["", _HOW.strip()]
     return "\n".join(lines)
+
+
+def _format_unanswered(claims: list[StudiedClaim], open_claims: list[Claim]) -> str:
+    """Return what else the table's questions ask, which no runs, or too few, answer; or ''."""
+    ended = [studied.claim for studied in claims if studied.judgement.has_ended]
+    others = {studied.claim.name: studied.claim for studied in claims} | {
+        claim.name: claim for claim in open_claims
+    }
+    asking = {find_question(claim.name) for claim in ended}
+    asked = [
+        f"{escape_markdown(ask_claim(name, others[name].says))} (`{name}`)"
+        for name in sorted(others.keys() - {claim.name for claim in ended}, key=rank_claim)
+        if find_question(name) in asking
+    ]
+    return f"\nNot answered yet: {' '.join(asked)}\n" if asked else ""
 
 
 def _format_claim(studied: StudiedClaim, pictures: set[str], histories: set[str]) -> str:

@@ -10,11 +10,12 @@ from qkablate.analysis.comparison.decision import Verdict
 
 _FILE = Path(__file__).with_suffix(".yaml")
 OTHERS = "Other claims"  # of users
+PARTLY_NO = "partly no"
 ANSWER_OF = {
     Verdict.SUPPORTED: "yes",
     Verdict.REFUTED: "no",
     Verdict.EQUIVALENT: "no",
-    Verdict.MIXED: "partly no",
+    Verdict.MIXED: PARTLY_NO,
     Verdict.INSENSITIVE: "could not tell",
     Verdict.UNDERPOWERED: "undecided",
 }

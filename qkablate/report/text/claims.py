@@ -30,8 +30,8 @@ _OF_SIZES = {
         "worse": "and {} spread by more than {} from pair to pair",
     },
     "course": {
-        "noninferior": "and {} are never {} apart while training",
-        "worse": "and {} are more than {} apart at some time of the training",
+        "noninferior": "and {} are never {} apart after the warm-up",
+        "worse": "and {} are more than {} apart at some time after the warm-up",
     },
 }
 _CLAIMED = {
@@ -179,7 +179,8 @@ def _row(judged: PartJudgement, alpha: float) -> list[str]:
 
 def _format_details(judged: PartJudgement, alpha: float) -> str:
     sample, spec, text = judged.part.sample, judged.comparison.spec, []
-    if sample.bca and sample.sign_flip is not None and sample.sd:
+    is_bounded = not (judged.part.open_above or judged.part.open_below)
+    if is_bounded and sample.bca and sample.sign_flip is not None and sample.sd:
         text += [
             f"detectable {_format_detectable(judged, alpha)} (one-sided)",
             f"BCa 95 % (seeds alone) {_format_bca(judged, sample.bca)}",
@@ -252,6 +253,8 @@ def _format_more_seeds(needed: SeedsNeeded | None, part: Part) -> str:
         return "unknown, as some runs do not reach the loss"
     if needed is None:
         return "unknown, no spread was measured"
+    if needed.low is None and (part.open_above or part.open_below):
+        return "unknown, as runs diverged"
     if needed.low is None and not part.is_sensitive:
         return (
             "not reachable: the baseline does not beat `uniform` by enough for such a margin; raise"

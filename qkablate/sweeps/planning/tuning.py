@@ -135,7 +135,7 @@ def lr_ladder(rates: list[float], own: float) -> list[float]:
 
 
 def circuit_ladder(matched: float) -> list[float]:
-    """Return the first rates of the circuit: matched, same, and their geometric mean."""
+    """Return the first rates of the circuit: the mean of matched and same, and a step from it."""
     step = _circuit_step(matched)
     return [_rounded(math.sqrt(matched) * step**k) for k in (-1, 0, 1)]
 

@@ -133,6 +133,10 @@ MISTAKES = {
     ),
     "arm missing": (part(arm=None), "parts.within.arm: is required"),
     "arm a list": (part(arm=["no_q"]), "parts.within.arm: must be a map of keys to values"),
+    "two arms": (
+        part(arm={"variant": ["no_q", "no_k"]}),
+        "parts.within.arm: variant: must be a single value; a part compares two arms",
+    ),
     "against a number": (part(against=3), "parts.within.against: must be a map"),
     "parts missing": ({"parts": None}, "parts: must be a map of keys to values"),
     "parts empty": ({"parts": {}}, "parts: a claim needs at least one"),

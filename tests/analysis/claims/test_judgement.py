@@ -352,6 +352,7 @@ def test_no_number_of_seeds_decides_a_diverged_part(world):
     found = judged(made, own)
     assert found.word == "UNDERPOWERED"
     assert found.seeds_needed() == {"within": (None, None)}
+    assert format_seeds_needed(found) == ["within: more seeds needed: unknown, as runs diverged"]
 
 
 def test_unmeasured_part_is_not_called_on_the_margin(world):
@@ -570,6 +571,29 @@ def test_interaction_of_sites_needs_both_floors(world, encoder, cross, word):
         return same(run) + (leads[name] - 10.0 if name in leads else 0.0)  # 10 is added to floors
 
     assert judged(made.finish(loss), own).word == word
+
+
+def test_failures_of_a_baseline_that_cancels_overturn_nothing(world):
+    """A loss of standard, which has no sites, is in both gaps."""
+    grid = {**GRID, **TRANSLATOR, "variant.sites": "encoder,cross"}
+    part = {"arm": {"variant": "no_q", "variant.sites": "cross"}}
+    own = claim(6, grid, less={**part, "than": {"variant.sites": "encoder"}})
+    made, loss = frozen(world, own), losing(own, 6, 0.0, 1e-4)
+    conditions = judged(made.finish(loss), own).unless
+    assert conditions
+    assert not any("standard" in text for text in conditions)
+    out = own.seeds_of("final", 6)[0]
+    made.finish(
+        lambda run: (
+            "diverged"
+            if run.arm.startswith("standard") and run.changes["seed"] == out
+            else loss(run)
+        )
+    )
+    (found,) = judged(made, own).parts
+    assert found.part.sample.n == 5
+    assert not found.part.open_above
+    assert not found.part.open_below
 
 
 @pytest.mark.parametrize(("lead", "word"), [(1.0, "SUPPORTED"), (0.0, "INSENSITIVE")])

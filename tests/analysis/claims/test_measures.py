@@ -11,7 +11,12 @@ from qkablate.analysis.claims.judgement import judge_claim
 from qkablate.analysis.claims.parse import load_claim, parse_claim
 from qkablate.analysis.claims.registry import claim_grid
 from qkablate.errors import UserError
-from qkablate.report.text.claims import format_claim, format_judgement, judgement_to_json
+from qkablate.report.text.claims import (
+    format_claim,
+    format_details,
+    format_judgement,
+    judgement_to_json,
+)
 from qkablate.sweeps.running.solo_results import SoloFile, SoloRow
 
 PART = {"arm": "no_q", "kind": "noninferior", "margin": 0.01}
@@ -148,6 +153,10 @@ def test_a_diverged_baseline_leaves_its_lead_in_accuracy_unknown(world):
 
     found = judged(frozen(world, own).finish(outcome), own)
     assert found.word == "INSENSITIVE"
+    (floor,) = (check for check in found.parts[0].checks if check.name == "floor")
+    assert floor.message.startswith("unknown: 2 runs of standard")
+    (details,) = format_details(found)
+    assert "BCa" not in details  # of the runs that are left
 
 
 def test_run_without_the_measure_is_told(world):
@@ -516,6 +525,11 @@ def test_verdict_names_the_data_on_which_it_holds(world):
             {"of": "course"},
             "course tests every evaluation, of 63 at most, .* set train.eval_every=20",
         ),
+        (  # the last is beside the others
+            {**GRID, "train.steps": "633", "train.eval_every": "10"},
+            {"of": "course"},
+            "and train.eval_every=10 gives 64 on text",
+        ),
     ],
 )
 def test_measure_that_a_grid_cannot_give_is_rejected(world, grid, part, line):
@@ -611,4 +625,10 @@ def test_part_that_is_given_twice_is_rejected(tmp_path):
     text = f"says: a\nsource: b\nseeds: 6\ngrid: {{}}\nparts:\n  p: {part}\n  p: {part}\n"
     (tmp_path / "mine.yaml").write_text(text)
     with pytest.raises(UserError, match=r"mine\.yaml: p: is given twice"):
+        load_claim(str(tmp_path / "mine.yaml"))
+
+
+def test_file_that_contains_itself_is_rejected(tmp_path):
+    (tmp_path / "mine.yaml").write_text("says: a\nparts: &p\n  q: *p\n")
+    with pytest.raises(UserError, match=r"mine\.yaml"):
         load_claim(str(tmp_path / "mine.yaml"))

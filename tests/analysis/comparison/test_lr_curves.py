@@ -1,5 +1,6 @@
 """Learning rates: the best and how sure that is, what missing it costs, and gaps beside them."""
 
+import dataclasses
 import itertools
 import math
 import random
@@ -196,6 +197,14 @@ def test_best_rate_on_the_edge_is_detected():
     everywhere = bowl({r: {0: None} for r in LADDER})
     assert everywhere.best is None
     assert everywhere.is_on_edge
+
+
+def test_best_rate_is_that_of_the_rules_of_the_search():
+    """Later rules take the middle of the rates that solve a task, the first ones the least loss."""
+    solved = dict(zip(LADDER, ({0: v} for v in (0.5, 2e-3, 2e-3, 1e-3, 0.5)), strict=True))
+    found = bowl(solved)
+    assert found.best.lr == 1e-3
+    assert dataclasses.replace(found, rules=1).best.lr == 2e-3
 
 
 def test_rate_at_which_a_seed_diverges_is_never_the_best():

@@ -314,5 +314,9 @@ def test_proposed_sweep_has_the_second_run_as_its_baseline(tmp_path):
     short = train_beside(tmp_path, "variant=no_q", "model.context=8")
     words = propose_sweep(no_q, short)
     assert {"variant=no_q", "model.context=16,8", "sweep.baseline={model.context: 8}"} <= {*words}
+    faster = train_beside(tmp_path, "variant=no_q", "optim.lr=0.01")
+    words = propose_sweep(no_q, faster)  # runs of one arm: neither is a baseline
+    assert words[0].startswith("optim.lr=")
+    assert not any(word.startswith("sweep.baseline") for word in words)
     biased = train_beside(tmp_path, "variant=no_q", "model.context=8", "model.bias=true")
     assert propose_sweep(biased, merged) is None  # three axes would be five arms more

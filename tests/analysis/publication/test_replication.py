@@ -67,6 +67,7 @@ def test_levels_are_adjusted_for_the_number_of_parts():
     [
         (Sample(()), Sample((0.0, 0.1, 0.2))),
         (Sample((0.1,)), Sample((0.1,))),
+        (Median((0.1,) * 16), Median((0.9, 0.8, 0.7))),  # of which no interval is known
         (Sample((0.0, 0.1, 0.2)), Sample((math.inf, 0.1, 0.2))),
     ],
 )

@@ -11,7 +11,7 @@ from qkablate.analysis.comparison.audit import NOTE, OK, WARNING
 from qkablate.analysis.comparison.gaps import find_families
 from qkablate.analysis.comparison.lr_curves import find_lr_curves
 from qkablate.analysis.comparison.summary import audit_gap, describe_study
-from qkablate.analysis.study.document_error import document_error
+from qkablate.analysis.study.document_error import document_error, error_of_difference
 from qkablate.report.text.tables import make_tables
 from qkablate.runs.document_losses import (
     FILE_NAME,
@@ -47,6 +47,15 @@ def test_error_is_the_spread_of_means_over_samples_of_documents():
     gaps = [difference.sum() / tokens.sum() for difference, tokens in samples]
     errors = [document_error([pair(*sample)]).se for sample in samples]
     assert np.sqrt(np.mean(np.square(errors))) == pytest.approx(np.std(gaps), rel=0.06)
+
+
+def test_error_of_a_difference_is_that_of_the_documents_both_have_read():
+    rng = np.random.default_rng(0)
+    tokens = rng.integers(50, 400, 60)
+    shared, own = (rng.normal(0.1, size, 60) * tokens for size in (0.2, 0.01))
+    both = [pair(shared + own, tokens)], [pair(shared, tokens)]
+    assert error_of_difference(*both).se == pytest.approx(document_error([pair(own, tokens)]).se)
+    assert error_of_difference(both[0], [pair(shared[1:], tokens[1:])]) is None
 
 
 def test_error_is_that_of_leaving_out_one_document_at_a_time():

@@ -12,6 +12,7 @@ import yaml
 
 from qkablate.analysis.comparison.gaps import find_families
 from qkablate.analysis.comparison.summary import describe_study
+from qkablate.analysis.publication.unpack import unpack_archives
 from qkablate.analysis.study.standalone_runs import read_standalone_runs
 from qkablate.compose.configs import compose_jobs
 from qkablate.config.schema import SeedsConfig
@@ -21,6 +22,7 @@ from qkablate.training.resolve import plan_run
 from qkablate.training.result import make_base_result
 from tests.analysis.worlds import describe_checked
 
+PUBLISHED = Path(__file__).parents[3] / "docs" / "study" / "results"
 LOSS = {"train": 2.0, "val": 2.1, "test": 2.0}
 
 
@@ -619,3 +621,12 @@ def test_trained_runs_are_a_pair(train, tmp_path):
     states = {check.name: check.state for check in describe_checked(study).gaps[0].audit}
     assert states["pairs"] == "warning"  # one pair
     assert all(states[name] == "ok" for name in ("runs", "data", "code", "machine", "precision"))
+
+
+def test_published_runs_of_a_task_are_read():
+    """An archive has no folders of its machine, and so a cache, also of data that are generated."""
+    archive = next(PUBLISHED.glob("directed-*.json.gz"))
+    folders = sorted((unpack_archives([archive]) / "runs").iterdir())[:2]
+    study = read_standalone_runs(folders)
+    assert not study.unread
+    assert len(study.records) == 2

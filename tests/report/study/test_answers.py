@@ -3,6 +3,7 @@
 import re
 from pathlib import Path
 
+from qkablate.analysis.claims.parse import claim_names
 from qkablate.analysis.comparison.audit import LIMITS
 from qkablate.analysis.comparison.decision import BEFORE_NGRAMS, WITHOUT_CONTENT
 from qkablate.report.study.answers import NOTES
@@ -13,15 +14,17 @@ from qkablate.report.text.table import escape_markdown
 ROOT = Path(__file__).parents[3]
 STUDY = ROOT / "docs" / "study"
 RATES, DOCUMENTS, CONTENT, NGRAMS = "¹²³⁴"  # what limits an answer
+DOUBT, ALONE = "†‡"
 
 
 def test_answers_are_those_of_the_verdicts():
     rows = (STUDY / SNIPPET).read_text(encoding="utf-8").splitlines()
     for name, answer in (
-        ("directed", f"yes (SUPPORTED) {RATES}"),
-        ("encoder_decoder", f"no (REFUTED in 1 part of 2) {DOCUMENTS}"),
-        ("one_projection_as_published", f"no (REFUTED in 1 part of 5) {RATES}"),
-        ("w_q_necessary", f"no (EQUIVALENT) {CONTENT} {NGRAMS}"),
+        ("directed", f"yes (SUPPORTED) {RATES} {ALONE}"),
+        ("encoder_decoder", f"no (REFUTED in 1 part of 2) {DOCUMENTS} {ALONE}"),
+        ("one_projection_as_published", f"partly no (REFUTED in 1 part of 5) {RATES} {DOUBT}"),
+        ("w_q_by_heads", f"partly no (EQUIVALENT) {RATES} {ALONE}"),
+        ("w_q_necessary", f"no (EQUIVALENT) {CONTENT} {NGRAMS} {ALONE}"),
         ("qq_in_encoder", "undecided (UNDERPOWERED)"),
     ):
         (row,) = [row for row in rows if f" `{name}`, on " in row]
@@ -33,11 +36,18 @@ def test_answers_are_those_of_the_verdicts():
 def test_doubts_stand_in_the_table_and_in_their_sections():
     table, *notes = (STUDY / SNIPPET).read_text(encoding="utf-8").split("\n\n")
     names = {slug.partition("-")[0] for slug in load_doubts()}
-    assert {*re.findall(r"`(\w+)`, on [^\n]*† \|", table)} == names
+    assert {*re.findall(r"`(\w+)`, on [^\n]*†(?: ‡)? \|", table)} == names
     assert "† in doubt" in "".join(notes)
     page = (STUDY / PAGE).read_text(encoding="utf-8")
     for text in load_doubts().values():
         assert f"**In doubt:** {escape_markdown(text)}" in page
+
+
+def test_questions_without_an_answer_are_named():
+    text = (STUDY / SNIPPET).read_text(encoding="utf-8")
+    answered = {*re.findall(r"`(\w+)`, on ", text)}
+    (missing,) = re.findall(r"^Not answered yet: (.*)$", text, re.MULTILINE)
+    assert {*re.findall(r"\? \(`(\w+)`\)", missing)} == {*claim_names()} - answered
 
 
 def test_every_limit_of_a_verdict_is_explained():
