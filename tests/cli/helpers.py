@@ -14,6 +14,12 @@ GAPS = {"no_q": 0.05, "shared_qk": 0.0}  # of the finished study
 TEXT = "the cat sat on the mat, ähnlich ∑\n" * 200
 
 
+def without_keys(words, others):
+    """Return the words without those that set a key which the others set, too."""
+    keys = {word.lstrip("+").partition("=")[0] for word in others}
+    return [word for word in words if word.lstrip("+").partition("=")[0] not in keys]
+
+
 def run_in(folder, *words, text=TEXT):
     """Run a command in this process, on a text in `folder`; return the folder of its outputs."""
     (folder / "corpus.txt").write_text(text, encoding="utf-8")

@@ -13,7 +13,13 @@ from qkablate.analysis.study.study import read_study
 from qkablate.config import conf_dir
 from qkablate.sweeps.planning.estimate import Timing
 from qkablate.sweeps.planning.manifest import read_manifest
-from tests.cli.helpers import assert_refused, complete, processes_of, proposed_commands
+from tests.cli.helpers import (
+    assert_refused,
+    complete,
+    processes_of,
+    proposed_commands,
+    without_keys,
+)
 
 
 @pytest.fixture
@@ -162,7 +168,7 @@ MISTAKES = [
 @pytest.mark.slow
 @pytest.mark.parametrize(("words", "line"), MISTAKES, ids=[" ".join(w) for w, _ in MISTAKES])
 def test_mistakes(qkablate, small, tmp_path, nothing_timed, nothing_trained, words, line):
-    assert_refused(qkablate(*small, *words), line)
+    assert_refused(qkablate(*without_keys(small, words), *words), line)
     assert list(tmp_path.glob("outputs/runs/*")) == []
     assert list(tmp_path.glob("outputs/sweeps/*")) == []
 
@@ -297,7 +303,7 @@ LONG_STEP = ["variant=standard", "seed=0", "train.grad_accum=1000000"]
 @pytest.mark.slow
 def test_plan_whose_steps_are_too_long_to_be_timed(qkablate, small, monkeypatch):
     monkeypatch.setattr("qkablate.sweeps.planning.estimate.LIMIT", 5.0)
-    told = qkablate(*small, *LONG_STEP, "--dry-run")
+    told = qkablate(*without_keys(small, LONG_STEP), *LONG_STEP, "--dry-run")
     assert told.code == 0, told.err
     assert "standard-d16-h2" in told.out
     reason = "the first steps of standard-d16-h2 take more than 5 s here"
@@ -306,7 +312,7 @@ def test_plan_whose_steps_are_too_long_to_be_timed(qkablate, small, monkeypatch)
 
 @pytest.mark.exhaustive
 def test_killed_dry_run_leaves_no_process(spawn, small):
-    planning = spawn(*small, *LONG_STEP, "--dry-run")
+    planning = spawn(*without_keys(small, LONG_STEP), *LONG_STEP, "--dry-run")
     helpers = ["resource_tracker", "forkserver", "timing"]
     while len(processes_of(planning.pid)) < len(helpers):
         assert planning.poll() is None

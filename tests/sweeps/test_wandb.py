@@ -14,6 +14,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.cli.helpers import without_keys
 from tests.tracking.wandb import log_reader
 from tests.tracking.wandb.fake_server import FakeServer
 
@@ -133,7 +134,8 @@ def test_offline_sweep_records_runs_tables_and_report(words, tmp_path, home, qka
 @pytest.mark.slow
 def test_runs_survive_the_death_of_their_shared_wandb_process(spawn, words, tmp_path, home):
     """W&B's process is killed while two runs are logged: they succeed, and the rest is logged."""
-    words = [*words, "variant=standard", "seed=range(4)", "control=none", "train.steps=300"]
+    own = ["variant=standard", "seed=range(4)", "control=none", "train.steps=300"]
+    words = [*without_keys(words, own), *own]
     launcher = spawn("sweep", *words, "tracking.wandb=offline")
     while launcher.poll() is None:
         begun = [
