@@ -279,7 +279,7 @@ def _audit_part(
     if not measure.is_of_runs:
         # Nothing of the training moves what is counted, or measured apart from it.
         return [check for check in checks if check.name in ("matched", "machine", "kernel")]
-    if spec.of not in ("gap", "accuracy", "exact"):
+    if spec.of not in ("gap", "accuracy", "exact", "spread"):
         other = AuditCheck("documents", OK, f"not needed: {measure.noun} is not of the test split")
         checks = [other if check.name == "documents" else check for check in checks]
     if unmeasured := [run.seed_label for gap in gaps for run in measure.find_unmeasured(gap)]:

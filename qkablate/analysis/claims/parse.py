@@ -59,7 +59,10 @@ def load_claim(word: str, scale: str = "small", words: Mapping[str, str] | None 
         raise UserError(f"'{path}': {error.strerror}") from None
     except UserError as error:
         raise UserError(f"{path.name}: {error}") from None
-    except (yaml.YAMLError, ValueError, RecursionError) as error:
+    except RecursionError:
+        text = "it is nested too deep, or contains itself by an alias"
+        raise UserError(f"{path.name}: {text}") from None
+    except (yaml.YAMLError, ValueError) as error:
         raise UserError(f"'{path}' is not YAML: {' '.join(str(error).split())}") from None
     try:
         return parse_claim(path.stem, content, scale, words or {})

@@ -142,8 +142,8 @@ def _check_pairs(gap: Gap, in_claim: bool) -> Answer:
     if gap.unpaired:
         return WARNING, f"{n}; runs without a partner: {_group_by_reason(gap.unpaired)}"
     if n < MIN_PAIRS and in_claim:  # whose seeds are declared
-        untuned = " and ".join(entry.name for entry in gap.sides if not entry.records)
-        return WARNING, f"{n}" + f"; {untuned} has no runs but those of the search" * bool(untuned)
+        missing = [f"{entry.name} has none" for entry in gap.sides if not entry.records]
+        return WARNING, "; ".join([f"{n}, but {MIN_PAIRS} are needed", *missing])
     if n < MIN_PAIRS:
         more = "more seeds: 'seed=range(6)'"
         if gap.arm.arm.is_finetuned:

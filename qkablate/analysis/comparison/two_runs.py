@@ -161,10 +161,10 @@ def propose_sweep(first: Path, second: Path) -> list[str] | None:
     words = [f"{key}={','.join(values)}" for key, values in differ.items()]
     words += [f"{key}={value}" for key, value in settings.items() if key not in differ]
     if "variant" not in differ and differ:
-        # Runs of one arm may have several rates; which of them is a baseline cannot be said.
+        # Runs of one arm may have several rates: they have no baseline among them.
         own = {key: other for key, (_, other) in differ.items() if not has_role(key, Role.RUN)}
         baseline = ", ".join(f"{key}: {other}" for key, other in own.items())
-        words += [f"sweep.baseline={{{baseline}}}"] if own else []
+        words.append(f"sweep.baseline={{{baseline}}}" if own else "sweep.baseline=null")
     elif differ and others["variant"] != "standard":
         words.append(f"sweep.baseline={others['variant']}")
     return [*words, "seed=range(6)"]

@@ -13,8 +13,8 @@ from qkablate.report.text.table import Markdown, Table, escape_markdown, format_
 _COST = f"cost of the variant (+: worse) or what is named, {100 * LEVEL:g} % interval"
 # What limits an answer, by the check of the audit that warns of it; the table has the marks.
 NOTES = {
-    "learning rate": "a finer search for learning rates, or for accuracies one that compares"
-    " accuracies, may change the answer",
+    "learning rate": "a finer search for learning rates may change the answer, or, where not losses"
+    " are compared, a search by what is compared",
     "documents": "other test documents may change the answer; no interval here varies over them",
     "content": "standard is not shown to be better than `static_scores`, a learned table of weights"
     " by position that looks at no token, so the answer may be about attention by position only (in"
@@ -51,7 +51,10 @@ def format_answers(claims: list[StudiedClaim], most: int = 1, *, linked: bool = 
         marks = [_MARKS[limit] for limit in judged.limits]
         marks += [_DOUBT] if studied.doubt else []
         decides = [part for part in judged.parts if is_deciding(part.word, judged.word)]
-        if judged.is_conclusive and any(id(part) in fragile for part in decides):
+        # One refuted part is enough.
+        are_fragile = [id(part) in fragile for part in decides]
+        needs_all = judged.word != Verdict.REFUTED
+        if judged.is_conclusive and (any if needs_all else all)(are_fragile):
             marks.append(_FRAGILE)
         answer = " ".join([f"{_answer(judged)} ({word})", *marks])
         found |= {*marks}
@@ -64,11 +67,13 @@ def format_answers(claims: list[StudiedClaim], most: int = 1, *, linked: bool = 
         f"- {mark} {LIMITS[name]}: {NOTES[name]}" for name, mark in _MARKS.items() if mark in found
     ]
     if _DOUBT in found:
-        notes.append(f"- {_DOUBT} in doubt: one part is not to be relied on; its section says why")
+        notes.append(
+            f"- {_DOUBT} in doubt: not all of its parts are to be relied on; its section says why"
+        )
     if _FRAGILE in found:
         notes.append(
-            f"- {_FRAGILE} alone: a part that decides is undecided if the tests are adjusted for"
-            " all claims, not for each alone"
+            f"- {_FRAGILE} not adjusted for the other claims: if the tests of all claims are"
+            " adjusted together, the answer is undecided"
         )
     return "\n".join([table.partition("\n\n")[2].strip(), "", *notes]).strip() + "\n"
 

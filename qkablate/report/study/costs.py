@@ -65,7 +65,7 @@ def _format_cost(judged: PartJudgement, text: str) -> str:
             mean, low, high = (1 / end if end else math.inf for end in (mean, high, low))
         value = f"{spec.measure.noun} × {mean:.3g} [{low:.3g}, {high:.3g}]"
     else:
-        if has_other_sign(judged):
+        if has_other_sign(judged) and part.sample.is_signed:
             mean, low, high = -mean, -high, -low
         sign = "+" if part.sample.is_signed else ""
         value = f"{mean:{sign}.3f} [{low:{sign}.3f}, {high:{sign}.3f}] {_unit(spec)}"

@@ -52,7 +52,8 @@ How to read the table:
   model compared with is lower, or its accuracy higher, than with uniform averaging in the same
   setting.
 - REFUTED: the interval excludes what the claim says. EQUIVALENT: it excludes that and lies within
-  ± the margin. UNDERPOWERED: undecided. The marks are shown for decided answers only.
+  ± the margin. UNDERPOWERED: undecided. The marks other than † are shown for decided answers
+  only.
 - Most verdicts assume that failed runs are no more frequent than was observed; each section says
   how many would overturn its own.
 - Intervals are of 90 %, so that their ends are one-sided bounds of 95 %. Tests that refute a claim
@@ -151,7 +152,10 @@ def _format_unanswered(claims: list[StudiedClaim], open_claims: list[Claim]) -> 
     asking = {find_question(claim.name) for claim in ended}
     asked = [
         f"{escape_markdown(ask_claim(name, others[name].says))} (`{name}`)"
-        for name in sorted(others.keys() - {claim.name for claim in ended}, key=rank_claim)
+        for name in sorted(
+            others.keys() - {claim.name for claim in ended},
+            key=lambda name: (rank_claim(name), name),
+        )
         if find_question(name) in asking
     ]
     return f"\nNot answered yet: {' '.join(asked)}\n" if asked else ""

@@ -116,7 +116,7 @@ def test_figures_of_the_readme_are_those_of_the_claims(studied):
     without = sorted(-found["without_skip", part][0] for part in ("no_v", "no_o", "no_vo"))
     assert f"all three are {without[0]:.2f} to {without[-1]:.2f} better than standard" in readme
     assert found["data_amount", "more_with_more"][1] > 0
-    assert "On a tenth of that text" in readme
+    assert "On a tenth as much text" in readme
 
 
 @pytest.fixture
