@@ -321,15 +321,12 @@ def _make_part(comparison: Comparison, gaps: list[Gap], solo: Mapping[str, list[
     failures = [risks for g in gaps if (risks := measure.failures(g)) is not None]
     raising, lowering = zip(*failures, strict=True) if failures else ((), ())
     above, below = gap.arm_diverged, gap.baseline_diverged
-    if than is not None:  # what raises the gap that is subtracted lowers the rest
-        is_shared = gap.baseline.name == than.baseline.name  # then its losses cancel
-        if failures:
-            (first, second), (other, another) = failures
-            raising, lowering = (first, another), (second, other)
-            if is_shared:
-                raising, lowering = (first,), (other,)
-        above += 0 if is_shared else than.baseline_diverged
-        below = than.arm_diverged + (0 if is_shared else below)
+    if than is not None and gap.baseline.name == than.baseline.name:  # what it loses cancels
+        raising, lowering = raising[:1], raising[1:]
+        above, below = gap.arm_diverged, than.arm_diverged
+    elif than is not None:  # what raises the gap that is subtracted lowers the rest
+        raising, lowering = raising[:1] + lowering[1:], lowering[:1] + raising[1:]
+        above, below = above + than.baseline_diverged, below + than.arm_diverged
     if not measure.sample.is_signed:  # whichever arm fails, the size of a gap may grow or shrink
         above, below = above + below, 0
         raising = lowering = (*raising, *lowering)

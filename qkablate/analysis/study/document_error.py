@@ -12,6 +12,8 @@ import numpy as np
 
 from qkablate.runs.document_losses import DocumentLosses
 
+Pairs = Sequence[tuple[DocumentLosses | None, DocumentLosses | None]]
+
 
 @dataclass(frozen=True)
 class DocumentError:
@@ -21,9 +23,7 @@ class DocumentError:
     documents: int
 
 
-def document_error(
-    pairs: Sequence[tuple[DocumentLosses | None, DocumentLosses | None]],
-) -> DocumentError | None:
+def document_error(pairs: Pairs) -> DocumentError | None:
     """Estimate the error of a gap over documents from the losses of paired runs.
 
     None for a single document, for a task, and for runs without losses by document. The gap is a
@@ -33,36 +33,27 @@ def document_error(
     1 - wᵢ and is too small where a few documents are large (MacKinnon, Nielsen and Webb 2023). The
     differences are means over the pairs.
     """
+    found = _mean_difference(pairs)
+    return None if found is None else DocumentError(ratio_error(*found), len(found[1]))
+
+
+def error_of_difference(pairs: Pairs, others: Pairs) -> DocumentError | None:
+    """Estimate the error of a gap less another one on the same documents; None on others."""
+    found, other = _mean_difference(pairs), _mean_difference(others)
+    if found is None or other is None or not np.array_equal(found[1], other[1]):
+        return None
+    return DocumentError(ratio_error(found[0] - other[0], found[1]), len(found[1]))
+
+
+def _mean_difference(pairs: Pairs) -> tuple[np.ndarray, np.ndarray] | None:
+    """Return the mean difference of the losses of each document, and its tokens."""
     known = [(run, other) for run, other in pairs if run is not None and other is not None]
     if not known or len(known) < len(pairs):
         return None
     tokens = known[0][0].tokens
-    count = len(tokens)
-    if count < 2 or not all(np.array_equal(r.tokens, tokens) for pair in known for r in pair):
+    if len(tokens) < 2 or not all(np.array_equal(r.tokens, tokens) for pair in known for r in pair):
         return None
-    return DocumentError(ratio_error(_mean_difference(known), tokens), count)
-
-
-def error_of_difference(
-    pairs: Sequence[tuple[DocumentLosses | None, DocumentLosses | None]],
-    others: Sequence[tuple[DocumentLosses | None, DocumentLosses | None]],
-) -> DocumentError | None:
-    """Estimate the error of a gap less another one on the same documents; None on others."""
-    if document_error(pairs) is None or document_error(others) is None:
-        return None
-    known, subtracted = (
-        [(run, other) for run, other in own if run is not None and other is not None]
-        for own in (pairs, others)
-    )
-    tokens = known[0][0].tokens
-    if not np.array_equal(tokens, subtracted[0][0].tokens):
-        return None
-    difference = _mean_difference(known) - _mean_difference(subtracted)
-    return DocumentError(ratio_error(difference, tokens), len(tokens))
-
-
-def _mean_difference(pairs: Sequence[tuple[DocumentLosses, DocumentLosses]]) -> np.ndarray:
-    return np.asarray(np.mean([run.losses - other.losses for run, other in pairs], axis=0))
+    return np.asarray(np.mean([run.losses - other.losses for run, other in known], axis=0)), tokens
 
 
 def ratio_error(sums: np.ndarray, counts: np.ndarray) -> float:

@@ -50,12 +50,7 @@ def format_answers(claims: list[StudiedClaim], most: int = 1, *, linked: bool = 
         # That rare outliers are excluded stands beside the table, and which parts in the section.
         marks = [_MARKS[limit] for limit in judged.limits]
         marks += [_DOUBT] if studied.doubt else []
-        decides = [part for part in judged.parts if is_deciding(part.word, judged.word)]
-        # One refuted part is enough.
-        are_fragile = [id(part) in fragile for part in decides]
-        needs_all = judged.word != Verdict.REFUTED
-        if judged.is_conclusive and (any if needs_all else all)(are_fragile):
-            marks.append(_FRAGILE)
+        marks += [_FRAGILE] if _is_fragile(judged, fragile) else []
         answer = " ".join([f"{_answer(judged)} ({word})", *marks])
         found |= {*marks}
         costs = Markdown("<br>".join(map(escape_markdown, format_costs(studied, most))))
@@ -76,6 +71,15 @@ def format_answers(claims: list[StudiedClaim], most: int = 1, *, linked: bool = 
             " adjusted together, the answer is undecided"
         )
     return "\n".join([table.partition("\n\n")[2].strip(), "", *notes]).strip() + "\n"
+
+
+def _is_fragile(judgement: Judgement, fragile: set[int]) -> bool:
+    """Return whether an answer rests on parts, by their `id`, that others would leave undecided."""
+    deciding = [part for part in judgement.parts if is_deciding(part.word, judgement.word)]
+    are_fragile = [id(part) in fragile for part in deciding]
+    if judgement.word == Verdict.REFUTED:  # by any of its parts
+        return all(are_fragile)
+    return judgement.is_conclusive and any(are_fragile)
 
 
 def _answer(judgement: Judgement) -> str:
