@@ -160,6 +160,30 @@ def test_rates_that_were_tuned_and_bracketed_are_fair(cached_world):
     )
 
 
+def test_bound_of_a_finer_search_covers_the_error_in_the_interval(cached_world):
+    """The search knows the best `optim.lr`, and not that of the circuit's rate."""
+
+    def loss(run):
+        if not run.tuning:
+            return loss_of(run)
+        noise = random.Random(f"{run.arm} {run.changes}").gauss(0, 0.002)
+        flat = 0.001 * math.log(run.changes.get("variant.lr", 1.4) / 1.4) ** 2
+        steep = 0.1 * math.log(run.changes["optim.lr"] / 1e-3) ** 2
+        return 2 + 0.3 * is_arm(run) + steep + flat + noise
+
+    world = cached_world(*TUNED).finish(loss)
+    study = world.study()
+    curves = find_lr_curves(study)
+    errors = [
+        math.sqrt(entry.tuning_variance)
+        for entry in study.entries
+        if curves[entry.arm.name].surface.size == 1 and "uniform" not in entry.name
+    ]
+    assert len(errors) == 2
+    (bound,) = re.findall(r"would gain ([\d.]+) at most", checks(world)["learning rate"].message)
+    assert float(bound) > max(errors)
+
+
 @pytest.mark.parametrize("is_solved", [True, False])
 def test_task_that_is_solved_in_tuning_alone_is_a_warning(cached_world, is_solved):
     def loss(run):

@@ -21,7 +21,7 @@ def test_answers_are_those_of_the_verdicts():
     rows = (STUDY / SNIPPET).read_text(encoding="utf-8").splitlines()
     for name, answer in (
         ("directed", f"yes (SUPPORTED) {RATES} {ALONE}"),
-        ("encoder_decoder", f"no (REFUTED in 1 part of 2) {DOCUMENTS} {ALONE}"),
+        ("cross_needs_both", f"no (REFUTED in 1 part of 2) {RATES} {ALONE}"),
         ("one_projection_as_published", f"partly no (REFUTED in 1 part of 5) {RATES} {DOUBT}"),
         ("one_matrix", f"partly no (REFUTED in 5 parts of 6) {RATES} {CONTENT} {NGRAMS} {DOUBT}"),
         ("w_q_by_heads", f"partly no (EQUIVALENT) {RATES} {ALONE}"),

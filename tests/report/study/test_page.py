@@ -102,7 +102,7 @@ def test_figures_of_the_readme_are_those_of_the_claims(studied):
         "after 1,000 steps and": ("one_head", "in_the_end 4,096,000 tokens"),
         "With rotary positions": ("rope", 1000),
         "after 1,000 steps and, in two sets of seeds,": ("rope", 4000),
-        "[+0.069, +0.088] and": "all_text",
+        "[+0.069, +0.087] and": "all_text",
         "as in Reformer,": ("reformer", "not_worse"),
         "no W_o": ("w_v_and_w_o", "no_o"),
         "no W_v": ("w_v_and_w_o", "no_v"),
@@ -238,19 +238,20 @@ def test_files_of_others_are_not_touched(study, qkablate, tmp_path):
 
 
 def test_error_over_documents_that_changes_a_verdict_limits_it(studied):
-    """With it, p of the refuted part exceeds its share of 0.05 for two parts."""
-    (judged,) = (one.judgement for one in studied if one.claim.name == "encoder_decoder")
+    """With it, the cost of Q = K in an encoder is no longer surely more than the margin."""
+    (judged,) = (one.judgement for one in studied if one.claim.name == "encoder_translation")
     first, second = judged.parts
-    assert (first.word, second.word) == ("UNDERPOWERED", "REFUTED")
-    assert not first.is_warned("documents")
-    assert second.is_warned("documents")
-    (message,) = (check.message for check in second.checks if check.name == "documents")
-    assert message.endswith("; with this error the verdict would be UNDERPOWERED")
-    (error,) = (gap.document_error.se for gap in second.gaps)
-    sample = second.part.sample
+    assert (first.word, second.word) == ("SUPPORTED", "SUPPORTED")
+    changed = "; with this error the verdict would be UNDERPOWERED"
+    messages = [
+        check.message for part in judged.parts for check in part.checks if check.name == "documents"
+    ]
+    assert [message.endswith(changed) for message in messages] == [True, False]
+    (error,) = (gap.document_error.se for gap in first.gaps)
+    sample = first.part.sample
     wider = Sample(sample.values, sample.extra_variance + error**2)
-    assert sample.p_below(second.part.margin) < 0.025 < wider.p_below(second.part.margin)
-    assert judged.headline == "REFUTED on these documents"
+    assert sample.p_above(first.part.margin) < 0.05 < wider.p_above(first.part.margin)
+    assert judged.headline == "SUPPORTED at these rates, on these documents"
 
 
 def test_parts_of_a_refuted_claim_keep_their_conditions(studied):

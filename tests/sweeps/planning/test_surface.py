@@ -4,9 +4,16 @@ import math
 
 import numpy as np
 import pytest
+from scipy import stats
 
 from qkablate.sweeps.planning.manifest import Rates
-from qkablate.sweeps.planning.surface import choose_rates, excess_moment, fit_surface
+from qkablate.sweeps.planning.surface import (
+    Surface,
+    choose_rates,
+    excess_bound,
+    excess_moment,
+    fit_surface,
+)
 from qkablate.sweeps.planning.tuning_losses import (
     find_outlying_rates,
     find_solved_rates,
@@ -59,6 +66,77 @@ def test_expected_cost_of_the_choice_is_that_of_repeated_choices():
         costs.append((bowl(rates) - 2) ** 2)
         claimed.append(excess_moment(losses, rates))
     assert 0.5 < np.mean(claimed) / np.mean(costs) < 5
+
+
+def quadratic(slope, hessian, ends, variances=()):
+    """Return a surface around rates of 1, with independent errors of its coefficients."""
+    size = len(slope)
+    coefficients = size + size * (size + 1) // 2
+    return Surface(
+        center=Rates(1.0, 1.0),
+        slope_K=np.array(slope, dtype=float),
+        hessian_KK=np.array(hessian, dtype=float),
+        covariance_PP=np.diag([*variances, *[0.0] * (coefficients - len(variances))]),
+        noise=0.0,
+        freedom=9.0,
+        lowest_K=np.array([low for low, _ in ends], dtype=float),
+        highest_K=np.array([high for _, high in ends], dtype=float),
+    )
+
+
+BOX = [(-1, 0.7), (-0.5, 1.5)]
+
+
+@pytest.mark.parametrize(
+    ("slope", "hessian", "ends"),
+    [
+        ((0.1,), [[0.3]], BOX[:1]),
+        ((0.9,), [[0.3]], BOX[:1]),  # the minimum lies beyond the rates that were tried
+        ((0.1,), [[-0.3]], BOX[:1]),
+        ((0.1,), [[0.0]], BOX[:1]),
+        ((0.0,), [[0.0]], BOX[:1]),
+        ((0.1, -0.05), [[0.3, 0.1], [0.1, 0.2]], BOX),
+        ((0.9, -0.05), [[0.3, 0.1], [0.1, 0.2]], BOX),  # on an edge
+        ((0.9, -0.9), [[0.3, 0.1], [0.1, 0.2]], BOX),  # in a corner
+        ((0.1, -0.05), [[0.3, 0.4], [0.4, 0.2]], BOX),  # of a saddle
+        ((0.1, 0.05), [[-0.3, 0.1], [0.1, -0.2]], BOX),
+        ((0.1, 0.05), [[0.2, 0.2], [0.2, 0.2]], BOX),
+        ((0.1, 0.0), [[0.2, 0.0], [0.0, 0.0]], BOX),
+        ((0.0, 0.0), [[0.0, 0.0], [0.0, 0.0]], BOX),
+    ],
+)
+def test_cost_of_rates_is_relative_to_the_least_loss_among_those_tried(slope, hessian, ends):
+    places = np.stack(np.meshgrid(*[np.linspace(*end, 401) for end in ends]), axis=-1)
+    losses = places @ np.array(slope) + 0.5 * np.einsum("...i,ij,...j", places, hessian, places)
+    rates = Rates(math.exp(0.3), math.exp(0.4 if len(slope) == 2 else 0.0))
+    own = np.array([math.log(rate) for rate in rates[: len(slope)]])
+    cost = own @ slope + 0.5 * own @ hessian @ own - losses.min()
+    surface = quadratic(slope, hessian, ends)
+    assert math.sqrt(surface.excess_moment(rates)) == pytest.approx(cost, abs=2e-6)
+    assert surface.excess_bound(rates) == pytest.approx(cost, abs=2e-6)
+
+
+@pytest.mark.parametrize("circuit", [False, True])
+def test_cost_of_an_uncertain_slope_is_that_of_theory(circuit):
+    """A slope that is off by s costs s² / 2h: the sum of such costs has a chi-square law."""
+    hessian, error = 0.3, 0.02
+    size = 1 + circuit
+    surface = quadratic([0.0] * size, hessian * np.eye(size), [(-9, 9)] * size, [error**2] * size)
+    scale = error**2 / (2 * hessian)
+    found, bound = surface.excess_moment(Rates(1.0, 1.0)), surface.excess_bound(Rates(1.0, 1.0))
+    assert found == pytest.approx(scale**2 * (2 * size + size**2), rel=0.005)
+    assert bound == pytest.approx(scale * stats.chi2.ppf(0.95, size), rel=0.005)
+
+
+def test_bound_of_the_cost_is_that_of_the_error_in_the_interval():
+    """A search may know the minimum in one dimension alone; the other rate has a cost, too."""
+    rng = np.random.default_rng(3)
+    flat = grid(lambda rates: bowl(Rates(rates.lr, BEST.circuit)), 1, 4e-3, rng)
+    rates, surface = choose_rates(flat)
+    assert surface is not None
+    assert surface.size == 1
+    alone = surface.excess_bound(rates)
+    assert excess_bound(flat, rates) > math.sqrt(excess_moment(flat, rates)) > alone
 
 
 def test_minimum_of_a_surface_that_hardly_bends_is_finite():
