@@ -195,15 +195,15 @@ def _check_rates(
     uncertain, unsolved, excess = list[str](), list[str](), [0.0]
     for entry in sides:
         curve, records = tuned[entry.name], entry.records.values()
-        surface, bound = curve.surface, entry.rates and excess_bound(curve.losses, entry.rates)
+        surface = curve.surface
         if entry.rates in curve.solved:
             missed = sum((record.val or 0.0) > SOLVED + OUTLIER for record in records)
             if missed:
                 unsolved.append(f"{missed} of {len(records)} runs of {entry.name}")
-        elif surface is None or not surface.is_certain or bound is None:
+        elif surface is None or not surface.is_certain or entry.rates is None:
             uncertain.append(entry.name)
         else:
-            excess.append(bound)
+            excess.append(excess_bound(curve.losses, entry.rates))
     runs = [sum(map(len, tuned[entry.name].losses.values())) for entry in sides]
     message = f"tuned and bracketed: {', '.join(f'{e.name} {rates[e.name]}' for e in sides)}"
     message += f", by {runs[0]:,} and {runs[1]:,} runs"

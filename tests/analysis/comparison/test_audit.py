@@ -161,7 +161,7 @@ def test_rates_that_were_tuned_and_bracketed_are_fair(cached_world):
 
 
 def test_bound_of_a_finer_search_covers_the_error_in_the_interval(cached_world):
-    """The search knows the best `optim.lr`, and not that of the circuit's rate."""
+    """The circuit's rate counts, too, where only the minimum in `optim.lr` is certain."""
 
     def loss(run):
         if not run.tuning:

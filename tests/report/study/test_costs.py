@@ -40,8 +40,8 @@ def test_costs_are_those_of_the_variant_whatever_a_part_compares(studied):
     assert rounded in costs["where_content_matters"]
     difference = "cost of no_q sites=cross minus that with sites=decoder: -0.004"
     assert difference in costs["cross_needs_both"]
-    undecided = "no_k: -0.002 [-0.007, +0.004] nats"  # as the claim, which says it
-    assert costs["encoder_decoder"].endswith(f"{undecided}; margin 0.005, attention 0.737")
+    last = "no_k: -0.002 [-0.007, +0.004] nats"  # its verdict is the claim's, and is not repeated
+    assert costs["encoder_decoder"].endswith(f"{last}; margin 0.005, attention 0.737")
 
 
 def test_margins_that_differ_stand_beside_their_parts(studied):
