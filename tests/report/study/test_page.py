@@ -1,5 +1,6 @@
 """The page of the study: every figure comes from the published runs in the repository."""
 
+import math
 import re
 import shutil
 from pathlib import Path
@@ -76,6 +77,7 @@ def test_figures_of_the_readme_are_those_of_the_claims(studied):
         ("break_even", "w_o"),
         ("break_even", "w_v"),
         ("qq_never_better", "never d_model=64"),
+        ("merged_costs", "not_lower"),
         ("wide_qk", "no_better"),
         ("wide_qk", "at_equal_parameters"),
     ):
@@ -107,10 +109,15 @@ def test_figures_of_the_readme_are_those_of_the_claims(studied):
         "no W_o": ("w_v_and_w_o", "no_o"),
         "no W_v": ("w_v_and_w_o", "no_v"),
         "neither": ("w_v_and_w_o", "no_vo"),
+        "at equal parameters its loss is higher by": ("merged_costs", "not_lower"),
         "narrowed to equal parameters": ("wide_qk", "at_equal_parameters"),
         "With rotary positions it costs": ("content_with_rope", "content"),
     }.items():
         assert "{} {:+.3f} [{:+.3f}, {:+.3f}]".format(text, *found[name]) in readme
+    (costs,) = (one for one in studied if one.claim.name == "merged_costs")
+    ratios = [math.exp(judged.part.sample.mean) for judged in costs.judgement.parts[:3]]
+    text = "{:.2f} times the memory, {:.2f} times the time and {:.2f} times the parameters"
+    assert text.format(*ratios) in readme
     replicated = found["four_or_one", "one"][0], found["one_matrix", "queries_and_keys"][0]
     assert "and {:+.3f} and {:+.3f} in two replications".format(*replicated) in readme
     without = sorted(-found["without_skip", part][0] for part in ("no_v", "no_o", "no_vo"))
