@@ -3,8 +3,9 @@
 import itertools
 import math
 import statistics
+from collections.abc import Hashable
 from dataclasses import dataclass
-from functools import cache, cached_property
+from functools import cache, cached_property, lru_cache
 
 import numpy as np
 from scipy.special import ndtri, stdtrit
@@ -28,6 +29,7 @@ _FARTHEST = 100.0  # distance of the minimum in ln lr: far beyond what is believ
 _HIGH = 0.25  # nats above the best: no quadratic surface reaches so far
 _CERTAIN = 0.95  # of a positive curvature, and of the bound of the excess
 _POINTS = 2**16  # surfaces of the bootstrap: errors are mostly right within a tenth of a percent
+Points = tuple[tuple[Rates, tuple[tuple[Hashable, float | None], ...]], ...]  # losses, hashable
 
 
 @dataclass(frozen=True)
@@ -96,13 +98,13 @@ class Surface:
         distance_K = _log_distance(rates, self.center, self.size) - self.offset
         return float(distance_K @ self.hessian_KK @ distance_K) / 2
 
-    def excess_moment(self, rates: Rates) -> float:
-        """Return the expected squared loss, in nats², of some rates beyond the true minimum."""
-        return float(np.mean(self._excess_losses(rates) ** 2))
+    def excess(self, rates: Rates) -> tuple[float, float]:
+        """Return the expected square and the upper 95 % bound of the loss beyond the true minimum.
 
-    def excess_bound(self, rates: Rates) -> float:
-        """Return the upper 95 % bound, in nats, of the loss of some rates beyond the minimum."""
-        return float(np.quantile(self._excess_losses(rates), _CERTAIN))
+        In nats² and nats.
+        """
+        excess_S = self._excess_losses(rates)
+        return float(np.mean(excess_S**2)), float(np.quantile(excess_S, _CERTAIN))
 
     def _excess_losses(self, rates: Rates) -> np.ndarray:
         """Return the loss of some rates beyond the minimum of each of many surfaces.
@@ -308,15 +310,22 @@ def choose_rates(losses: Losses, rules: int = RULES) -> tuple[Rates, Surface | N
     return best, None
 
 
-def _widest_surface(losses: Losses) -> Surface | None:
-    """Return the surface in all the dimensions in which one can be fitted, certain or not."""
-    return fit_surface(losses) or fit_surface(losses, both=False)
+@lru_cache(maxsize=1024)  # the interval and the audit of every part ask for the same
+def _excess(points: Points, rates: Rates) -> tuple[float, float] | None:
+    """Return moment and bound of the excess, by a surface in all dimensions that allow one."""
+    losses = {at: dict(by_seed) for at, by_seed in points}
+    surface = fit_surface(losses) or fit_surface(losses, both=False)
+    return None if surface is None else surface.excess(rates)
+
+
+def _points(losses: Losses) -> Points:
+    return tuple((at, tuple(by_seed.items())) for at, by_seed in losses.items())
 
 
 def excess_bound(losses: Losses, rates: Rates) -> float:
     """Return the upper 95 % bound, in nats, of what imperfect rates cost an arm."""
-    surface = _widest_surface(losses)
-    return math.inf if surface is None else surface.excess_bound(rates)
+    excess = _excess(_points(losses), rates)
+    return math.inf if excess is None else excess[1]
 
 
 def excess_moment(losses: Losses, rates: Rates) -> float:
@@ -325,9 +334,8 @@ def excess_moment(losses: Losses, rates: Rates) -> float:
     Where no surface can be fitted it is the distance to the next best of the other rates; where
     there are none, nothing is known, and the audit says that no minimum is certain.
     """
-    surface = _widest_surface(losses)
-    if surface is not None:
-        return surface.excess_moment(rates)
+    if (excess := _excess(_points(losses), rates)) is not None:
+        return excess[0]
     means = mean_losses(losses)
     others = [loss for other, loss in means.items() if other.lr != rates.lr]
     if not others:

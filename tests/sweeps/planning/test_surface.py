@@ -112,8 +112,9 @@ def test_cost_of_rates_is_relative_to_the_least_loss_among_those_tried(slope, he
     own = np.array([math.log(rate) for rate in rates[: len(slope)]])
     cost = own @ slope + 0.5 * own @ hessian @ own - losses.min()
     surface = quadratic(slope, hessian, ends)
-    assert math.sqrt(surface.excess_moment(rates)) == pytest.approx(cost, abs=2e-6)
-    assert surface.excess_bound(rates) == pytest.approx(cost, abs=2e-6)
+    moment, bound = surface.excess(rates)
+    assert math.sqrt(moment) == pytest.approx(cost, abs=2e-6)
+    assert bound == pytest.approx(cost, abs=2e-6)
 
 
 @pytest.mark.parametrize("circuit", [False, True])
@@ -123,8 +124,8 @@ def test_cost_of_an_uncertain_slope_is_that_of_theory(circuit):
     size = 1 + circuit
     surface = quadratic([0.0] * size, hessian * np.eye(size), [(-9, 9)] * size, [error**2] * size)
     scale = error**2 / (2 * hessian)
-    found, bound = surface.excess_moment(Rates(1.0, 1.0)), surface.excess_bound(Rates(1.0, 1.0))
-    assert found == pytest.approx(scale**2 * (2 * size + size**2), rel=0.005)
+    moment, bound = surface.excess(Rates(1.0, 1.0))
+    assert moment == pytest.approx(scale**2 * (2 * size + size**2), rel=0.005)
     assert bound == pytest.approx(scale * stats.chi2.ppf(0.95, size), rel=0.005)
 
 
@@ -135,7 +136,7 @@ def test_bound_of_the_cost_is_that_of_the_error_in_the_interval():
     rates, surface = choose_rates(flat)
     assert surface is not None
     assert surface.size == 1
-    alone = surface.excess_bound(rates)
+    _, alone = surface.excess(rates)
     assert excess_bound(flat, rates) > math.sqrt(excess_moment(flat, rates)) > alone
 
 
